@@ -19,11 +19,16 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
-from picotron_ray.layout.layout import Layout
 from tuning import spaces
 from tuning.connected import QUIET, connected
-from tuning.spaces import ACCUMULATION, HPARAMS, LAYOUT, Choice, Range, Space
-from tuning.study_options import StudyOptions, refuse_contradictions
+from tuning.points import refuse_infeasible
+from tuning.study_options import (
+    POPULATION,
+    POPULATION_BASED,
+    StudyOptions,
+    refuse_contradictions,
+)
+from tuning.study_space import space_of
 
 tune = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Search by trial runs."
@@ -31,16 +36,24 @@ tune = typer.Typer(
 KINDS = ("layout", "hparams", "batch", "lr")
 
 Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
-Trials = Annotated[int, typer.Option(help="most trials")]
+Trials = Annotated[int, typer.Option(help="most trials; hparams: of pbt and pb2 by default the population")]
 Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
-Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es or nsga-ii")]
-Scheduler = Annotated[str, typer.Option(help="none, or asha: trials that fall behind end early")]
-Population = Annotated[int | None, typer.Option(help="trials of a generation; cma-es and nsga-ii")]
+Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")]
+Scheduler = Annotated[
+    str, typer.Option(help="none; asha: trials that fall behind end early; pbt or pb2: they take over others")
+]
+Population = Annotated[int | None, typer.Option(help="trials of a generation; cma-es, nsga-ii, pbt, pb2")]
+Interval = Annotated[int | None, typer.Option(help="pbt, pb2: steps between exchanges; default a quarter")]
 Goal = Annotated[str, typer.Option("--objective", help="a figure, several by commas, or score")]
 Hours = Annotated[float | None, typer.Option(help="worker hours after which the study ends")]
 Wall = Annotated[float | None, typer.Option(help="seconds after which the study ends")]
 Axes = Annotated[
-    list[str] | None, typer.Option("--space", help="key=1,2 or key=1..4 or key=log:1e-4..1e-2; repeated")
+    list[str] | None,
+    typer.Option(
+        "--space",
+        help="key=1,2 or key=1..4 or key=log:1e-4..1e-2, or micro-batch, recompute, schedule, communication,"
+        " kernels, sequence-length; repeated",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
@@ -55,7 +68,9 @@ def layout(
     trials: Trials = 16,
     steps: Steps = 20,
     search: Search = "random",
+    scheduler: Scheduler = "none",
     population: Population = None,
+    interval: Interval = None,
     objective: Goal = "tokens_per_s",
     space: Axes = None,
     seeded: Annotated[bool, typer.Option(help="the planner's best layouts first")] = True,
@@ -67,14 +82,15 @@ def layout(
 ) -> None:
     """Search layouts and micro-batches, and with --space recompute, schedule, communication or kernels.
 
-    Example: picotron-ray tune layout quickstart --trials 16 --space layout.recompute=none,full
+    Example: picotron-ray tune layout quickstart --trials 16 --space recompute
     """
     asked = locals()
-    _run("layout", {**asked, "scheduler": "none"})
+    _run("layout", asked)
 
 
 @tune.command()
 def hparams(
+    context: typer.Context,
     config: Config,
     overrides: Overrides = None,
     name: Name = None,
@@ -83,6 +99,7 @@ def hparams(
     search: Search = "tpe",
     scheduler: Scheduler = "none",
     population: Population = None,
+    interval: Interval = None,
     objective: Goal = "eval_loss",
     space: Axes = None,
     gpu_hours: Hours = None,
@@ -91,12 +108,23 @@ def hparams(
     concurrent: Concurrent = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Search learning rate, batch, accumulation, warm-up and decay, or what --space names instead.
+    """Search learning rate, batch, accumulation, warm-up, decay and sequence length, or what --space names.
 
     Example: picotron-ray tune hparams quickstart --space optimizer.learning_rate=log:1e-4..1e-2 --trials 12
     """
-    asked = locals()
-    _run("hparams", {**asked, "seeded": True})
+    asked = dict(locals())
+    context = asked.pop("context")
+    if scheduler in POPULATION_BASED and by_default(context, "search"):
+        asked["search"] = scheduler
+    if asked["search"] in POPULATION_BASED and by_default(context, "trials"):
+        asked["trials"] = population or POPULATION
+    _run("hparams", asked)
+
+
+def by_default(context: typer.Context, option: str) -> bool:
+    """Whether the user left an option out."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "DEFAULT"
 
 
 @tune.command()
@@ -143,9 +171,13 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
         from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
         from picotron_ray.runtime.driver.submission import current
 
+        if target:
+            _refuse_unwritable(target)
         config, overrides = asked.pop("config"), asked.pop("overrides")
         words, concurrent = asked.pop("space"), asked.pop("concurrent")
         written = resolve_words(config, overrides or [], (PATHS,), current())
+        if concurrent is not None and concurrent < 1:
+            raise ConfigError(f"--concurrent: saw {concurrent}, expected at least 1, or leave it out")
         asked["name"] = asked["name"] or f"{written.job.name}-{kind}"
         options = _options({**asked, "kind": kind})
         console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -155,12 +187,29 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
             target.write_text(json.dumps(found, indent=1))
 
 
+def _refuse_unwritable(target: Path) -> None:
+    """Find out before the trials, not after them."""
+    there = target.exists()
+    try:
+        target.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--json: cannot write {target}: {error.strerror}; name a file that can be written"
+        ) from None
+    if not there:
+        target.unlink()
+
+
 def _options(values: dict[str, Any]) -> StudyOptions:
     try:
         return StudyOptions.model_validate(values)
     except ValidationError as error:
-        lines = [f"--{d['loc'][0]}: saw {d['input']!r}: {d['msg']}" for d in error.errors()]
-        raise ConfigError(*lines) from None
+        raise ConfigError(*(_mistake(each) for each in error.errors())) from None
+
+
+def _mistake(found: Any) -> str:
+    option = str(found["loc"][0]).replace("_", "-")
+    return f"--{option}: saw {found['input']!r}: {found['msg']}"
 
 
 def run(
@@ -184,12 +233,15 @@ def run(
     os.environ.update(QUIET)  # before Tune is imported, which reads them
     space, known, seeds = space_of(job, options, words)
     refuse_contradictions(options, space)
-    spaces.check(plan_job(job, options), space, known, seeds)
+    short = plan_job(job, options)
+    spaces.check(short, space, known)
+    refuse_infeasible(space, lambda point: spaces.why_not(short, point, known), seeds)
     _storage_takes(job, options)
 
-    from tuning.study import Study, device_of
+    from tuning.room import device_of
+    from tuning.study import Study
 
-    with connected(job, options.name, concurrent, relative_url):
+    with connected(job, options.name, concurrent, relative_url, options.members):
         if device_of(job) == "cuda" != job.cluster.device:  # only the cluster knows what ``auto`` is
             space, known, seeds = space_of(job, options, words, "cuda")
         found = Study(job, options, space, known, seeds, concurrent, console).run()
@@ -203,7 +255,8 @@ def plan_job(job: JobConfig, options: StudyOptions) -> JobConfig:
     """The job as its trials run it, which refuses such as a warm-up longer than a trial."""
     from tuning.plan import shortened
 
-    return shortened(job.model_dump(mode="json"), options.steps, f"{options.name}.check", job.storage.url)
+    raw, name = job.model_dump(mode="json"), f"{options.name}.check"
+    return shortened(raw, options.steps, name, job.storage.url, options.by_speed)
 
 
 def _storage_takes(job: JobConfig, options: StudyOptions) -> None:
@@ -211,63 +264,6 @@ def _storage_takes(job: JobConfig, options: StudyOptions) -> None:
     from picotron_ray.checkpoint.storage.open import open_storage
 
     probe(open_storage(job.storage, options.name))
-
-
-def space_of(
-    job: JobConfig, options: StudyOptions, words: list[str], device: str = ""
-) -> tuple[Space, dict[str, Layout], list[dict[str, Any]]]:
-    """The space of a study, the layouts that it names, and the points to try first.
-
-    Args:
-        device: ``cpu`` or ``cuda``; empty: the config's, for ``auto`` cpu.
-
-    Raises:
-        ConfigError, LayoutError: nothing fits, or an axis is not understood.
-    """
-    given = spaces.parse_space(words)
-    if options.kind == "layout":
-        return _layout_space(job, options, given, device or job.cluster.device)
-    if options.kind == "batch":
-        sizes = [2**power for power in range(job.data.global_batch.bit_length())]
-        sizes = [size for size in sizes if not spaces._why_not(job, {"layout.micro_batch": size}, {})]
-        return {"layout.micro_batch": Choice(tuple(sizes))}, {}, []
-    rate = HPARAMS["optimizer.learning_rate"]
-    if options.kind == "lr":
-        return given or {"optimizer.learning_rate": rate}, {}, []
-    warmup = Range(0, min(10_000, options.steps), whole=True)  # a longer one no trial could take
-    space = given or {**HPARAMS, "optimizer.schedule.warmup_steps": warmup}
-    return space, {}, _own_values(job, space)
-
-
-def _own_values(job: JobConfig, space: Space) -> list[dict[str, Any]]:
-    """The job's own point, where it lies in the space: what a search has to beat."""
-    raw, point = job.model_dump(mode="json"), {}
-    for key, axis in space.items():
-        value: Any = 1 if key == ACCUMULATION else raw
-        for part in () if key == ACCUMULATION else key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        inside = value in axis.values if isinstance(axis, Choice) else _between(axis, value)
-        if not inside:
-            return []
-        point[key] = value
-    return [point]
-
-
-def _between(axis: Range, value: Any) -> bool:
-    return isinstance(value, int | float) and axis.low <= value <= axis.high
-
-
-def _layout_space(
-    job: JobConfig, options: StudyOptions, given: Space, device: str
-) -> tuple[Space, dict[str, Layout], list[dict[str, Any]]]:
-    from picotron_ray.planner.datasheet import profile_of
-
-    profile = profile_of(device)
-    known = spaces.feasible_layouts(job, profile, options.seeded)
-    space: Space = {LAYOUT: Choice(tuple(known)), **given}
-    firsts = {key: axis.values[0] if isinstance(axis, Choice) else axis.low for key, axis in given.items()}
-    seeds = [{LAYOUT: name, **firsts} for name in known][: max(1, options.trials // 2)]
-    return space, known, seeds if options.seeded else []
 
 
 if __name__ == "__main__":

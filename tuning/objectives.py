@@ -7,6 +7,7 @@ already. All figures are of one trial at its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,12 @@ def front(rows: Sequence[Mapping[str, Any]], objective: Objective) -> list[Mappi
 
 
 def _known(row: Mapping[str, Any], objective: Objective) -> bool:
-    return all(row.get(name) is not None for name in objective.metrics)
+    return all(_number(row.get(name)) for name in objective.metrics)
+
+
+def _number(value: Any) -> bool:
+    """Whether it can be compared: a diverged loss is not beaten by any, and beats none."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _costs(row: Mapping[str, Any], objective: Objective) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ held-out loss after the same number of steps. Neither figure is scaled or weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -83,28 +83,25 @@ def layout_trials(options: SweepOptions, layouts_there: int) -> int:
     return min(wanted, layouts_there, options.trials - 1)
 
 
-def trial_job(
-    job: JobConfig, options: SweepOptions, run: str, layout: Layout, learning_rate: float, url: str
-) -> JobConfig:
-    """The run of one trial: that layout and no other, that rate, ``options.steps`` steps, a name of its own.
-
-    Raises:
-        ConfigError: such as a warm-up longer than the trial.
-    """
-    raw = job.model_dump(mode="json")
-    raw["layout"] |= pinned(layout)
-    raw["cluster"] |= {"min_workers": layout.world_size, "max_workers": layout.world_size}
-    raw["optimizer"]["learning_rate"] = learning_rate
-    return shortened(raw, options.steps, run, url)
-
-
-def shortened(raw: dict[str, Any], steps: int, run: str, url: str) -> JobConfig:
+def shortened(raw: dict[str, Any], steps: int, run: str, url: str, by_speed: bool = False) -> JobConfig:
     """A trial's run of a job as plain data: ``steps`` steps, a name and a place of its own.
 
+    Scripted faults after the trial's last step are left out, as they are of a run that ends there.
+
+    Args:
+        by_speed: no loss is judged, so that a warm-up may be cut short.
+
     Raises:
         ConfigError: such as a warm-up longer than the trial.
     """
+    raw["chaos"] = [fault for fault in raw["chaos"] if fault["step"] is None or fault["step"] <= steps]
+    schedule = raw["optimizer"]["schedule"]
+    if by_speed:
+        schedule["warmup_steps"] = min(schedule["warmup_steps"], steps)
+        schedule["decay_steps"] = min(schedule["decay_steps"], steps - schedule["warmup_steps"])
     raw |= {"name": run, "steps": steps}
+    if raw["init_from"]["run"] and raw["init_from"]["url"] is None:
+        raw["init_from"]["url"] = raw["storage"]["url"]  # where it meant the job's own
     raw["storage"]["url"] = url
     raw["checkpoint"] |= {
         "interval_steps": min(raw["checkpoint"]["interval_steps"], max(1, steps // 2)),
@@ -129,15 +126,14 @@ def pinned(layout: Layout) -> dict[str, Any]:
     return {key: getattr(layout, key) for key in (*keys, "recompute")}
 
 
-def recipe(job: JobConfig, layout: Layout, learning_rate: float, profile: DeviceProfile) -> dict[str, Any]:
-    """The job with what the sweep found, as plain data that ``launch`` takes: a run of its own.
+def recipe(job: JobConfig, layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
+    """The job as plain data that ``launch`` takes, in that layout: a run of its own.
 
     As few degrees as possible are named, so that the run stays elastic: of the sets below, the first with
     which the planner takes this very layout on that many workers.
     """
     found = public_dict(job)
     found["name"] = f"{job.name[:58]}-best"
-    found["optimizer"]["learning_rate"] = learning_rate
     found["cluster"] |= {
         "max_workers": layout.world_size,
         "min_workers": min(job.cluster.min_workers, layout.world_size),
@@ -160,15 +156,3 @@ def learning_rates(options: SweepOptions, job: JobConfig, count: int) -> list[fl
     if count == 1:
         return [middle]
     return [middle * factor ** (2 * place / (count - 1) - 1) for place in range(count)]
-
-
-def best_row(rows: Sequence[Mapping[str, Any]], metric: str, mode: str) -> Mapping[str, Any]:
-    """The finished trial with the best figure; of equals the first.
-
-    Raises:
-        ConfigError: no trial finished; names what became of each.
-    """
-    finished = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
-    if not finished:
-        raise ConfigError(*(f"trial {row['trial']}: {row['status']}: {row['reason']}" for row in rows))
-    return (max if mode == "max" else min)(finished, key=lambda row: float(row[metric]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -17,11 +18,14 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.search import choose_layout, layouts
+from picotron_ray.planner.search import choose_layout
 from tuning import plan
 
 LAYOUT, ACCUMULATION = "layout", "accumulation"
+UNKNOWN = "expected a key of the config"
+SEQUENCE, SCHEDULE = "data.sequence_length", "layout.schedule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,34 @@ def feasible_layouts(
     return found if seeded else dict(sorted(found.items()))
 
 
-def parse_space(words: Sequence[str]) -> Space:
+def named_axes(job: JobConfig) -> dict[str, Space]:
+    """Axes that a user may ask for by one word, for this job."""
+    length, batch = job.data.sequence_length, job.data.global_batch
+    lengths = [size for size in (length, length // 2, 2 * length) if size]
+    lengths = [size for size in lengths if not why_not(job, {SEQUENCE: size}, {})]
+    sizes = [2**power for power in range(batch.bit_length())]
+    schedules = [name for name in SCHEDULES if name != "custom"]
+    ways = ("auto", "flat", "bucketed", "reduce-scatter", "hierarchical")
+    return {
+        "micro-batch": {"layout.micro_batch": Choice(tuple(sizes))},
+        "recompute": {"layout.recompute": Choice(("none", "selective", "full"))},
+        "schedule": {SCHEDULE: Choice(tuple(schedules))},
+        "communication": {"comm.gradients": Choice(ways)},
+        "kernels": {
+            "kernels.projections": Choice(("separate", "fused")),
+            "kernels.loss": Choice(("logits", "linear")),
+            "kernels.norm": Choice(("auto", "eager")),
+            "kernels.optimizer": Choice(("fused", "foreach")),
+        },
+        "sequence-length": {SEQUENCE: Choice(tuple(lengths))},
+    }
+
+
+def parse_space(words: Sequence[str], named: Mapping[str, Space] = MappingProxyType({})) -> Space:
     """The axes of ``KEY=VALUE,VALUE`` and ``KEY=LOW..HIGH`` (``KEY=log:LOW..HIGH``), as a user gives them.
+
+    Args:
+        named: axes that a word alone stands for.
 
     Raises:
         ConfigError: one line per word that is neither.
@@ -95,10 +125,16 @@ def parse_space(words: Sequence[str]) -> Space:
     wrong = []
     for word in words:
         key, _, text = word.partition("=")
+        if word in named:
+            space |= named[word]
+            continue
         try:
             space[key] = _axis(text)
         except (ValueError, yaml.YAMLError):
-            wrong.append(f"--space: saw {word!r}, expected key=1,2,4 or key=1..4 or key=log:1e-4..1e-2")
+            wrong.append(
+                f"--space: saw {word!r}, expected key=1,2,4 or key=1..4 or key=log:1e-4..1e-2"
+                + (f", or {', '.join(named)}" if named else "")
+            )
     if wrong:
         raise ConfigError(*wrong)
     return space
@@ -138,7 +174,10 @@ def with_point(job: JobConfig, point: Mapping[str, Any], known: Mapping[str, Lay
             _put(raw, key, value)
     if LAYOUT in point:
         layout = known[point[LAYOUT]]
+        _refuse_without_effect(job, point, layout)
         pinned = plan.pinned(layout)
+        if SCHEDULE in point:
+            pinned["virtual_stages"] = "auto"  # those of another schedule
         raw["layout"] |= {key: pinned[key] for key in pinned if f"layout.{key}" not in point}
         raw["cluster"] |= {"min_workers": layout.world_size, "max_workers": layout.world_size}
     found = parse_job(raw)
@@ -151,8 +190,17 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> None:
     for folder in folders:
         at = at.get(folder) if isinstance(at, dict) else None
     if not isinstance(at, dict) or last not in at:
-        raise ConfigError(f"{key}: saw it in the space, expected a key of the config")
+        raise ConfigError(f"{key}: saw it in the space, {UNKNOWN}")
     at[last] = value
+
+
+def _refuse_without_effect(job: JobConfig, point: Mapping[str, Any], layout: Layout) -> None:
+    """Refuse a value that is one with the job's own in this layout: its trial would be another's again."""
+    alone = {SCHEDULE: layout.pp == 1, "comm.gradients": layout.dp * layout.cp == 1}
+    own = {SCHEDULE: job.layout.schedule, "comm.gradients": job.comm.gradients}
+    for key, without in alone.items():
+        if without and point.get(key, own[key]) != own[key]:
+            raise ConfigError(f"{key}: saw {point[key]}, which changes nothing in {layout}")
 
 
 def _accumulated(job: JobConfig, count: int) -> JobConfig:
@@ -172,40 +220,27 @@ def _accumulated(job: JobConfig, count: int) -> JobConfig:
     return parse_job(raw)
 
 
-def check(
-    job: JobConfig, space: Space, known: Mapping[str, Layout], seeds: Sequence[Mapping[str, Any]]
-) -> None:
-    """Refuse a space of which no point tried is feasible, or whose keys the config does not have.
-
-    Tried are the seeds, and the ends of each axis with the job's own values elsewhere.
+def check(job: JobConfig, space: Space, known: Mapping[str, Layout]) -> None:
+    """Refuse an empty space, and an axis none of whose values the job takes, before any trial.
 
     Raises:
         ConfigError: names the last reason.
     """
     if not space:
         raise ConfigError("--space: saw nothing to vary, expected at least one key=values")
-    ends = {key: axis.values if isinstance(axis, Choice) else axis.grid(2) for key, axis in space.items()}
-    points = [*seeds, *({key: value} for key, values in ends.items() for value in values)]
-    reason = ""
-    for key, values in ends.items():
-        reasons = [_why_not(job, {key: value}, known) for value in values]
-        if isinstance(space[key], Choice) and all(reasons):
+    for key, axis in space.items():
+        values = axis.values if isinstance(axis, Choice) else axis.grid(2)
+        reasons = [why_not(job, {key: value}, known) for value in values]
+        if UNKNOWN in reasons[0]:
+            raise ConfigError(f"--space: {reasons[0]}")
+        if isinstance(axis, Choice) and all(reasons):
             raise ConfigError(f"--space: every point is infeasible: {reasons[-1].splitlines()[0]}")
-    for point in points:
-        reason = _why_not(job, point, known)
-        if not reason:
-            return
-    raise ConfigError(f"--space: every point is infeasible: {reason.splitlines()[0]}")
 
 
-def _why_not(job: JobConfig, point: Mapping[str, Any], known: Mapping[str, Layout]) -> str:
+def why_not(job: JobConfig, point: Mapping[str, Any], known: Mapping[str, Layout]) -> str:
+    """Why a point is infeasible; empty where it is not."""
     try:
         with_point(job, point, known)
     except PicotronError as error:
         return str(error)
     return ""
-
-
-def layout_order(job: JobConfig, profile: DeviceProfile) -> list[str]:
-    """Names of the planner's layouts for the most workers, cheapest first."""
-    return [str(layout) for layout in layouts(job, job.cluster.max_workers, profile)]

@@ -1,4 +1,4 @@
-"""The two stages of a sweep on a connected Ray, each an experiment of Ray Tune's that can be restored.
+"""A sweep on a connected Ray: two experiments, layouts by tokens/s and learning rates by held-out loss.
 
 A stage that is done is kept as JSON and not asked of Tune again. ``sweep.json`` holds what the sweep began
 with: a second launch with something else is refused, since its trials would not be comparable.
@@ -6,51 +6,32 @@ with: a second launch with something else is refused, since its trials would not
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-import math
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
-import yaml
-from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
-from ray.tune.search import BasicVariantGenerator, SearchAlgorithm, Searcher
 from rich.console import Console
 
-from picotron_ray.checkpoint.storage.base import get_or_none, probe
+from picotron_ray.checkpoint.storage.base import get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.runtime.ray_cluster.placement import NodeView, WorkerNeeds, living_nodes, worker_needs
-from picotron_ray.runtime.ray_train.result import filesystem_of
-from tuning import plan, results
-from tuning.errors import InterruptedSweepError, NoneFinishedError
+from tuning import plan, room
+from tuning.experiment import Experiment
+from tuning.objectives import parse_objective
 from tuning.plan import SweepOptions
-from tuning.trial import DRIVER_CPUS, train_trial
+from tuning.spaces import LAYOUT, Choice, Range, Space, with_point
+from tuning.study import begun, best_rows, put_recipe
+from tuning.study_options import StudyOptions
 
-RETRIES = 1
-"""Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
 LAYOUTS, RATES = "layouts", "learning-rates"
-
-
-def local_cpus(job: JobConfig, concurrent: int) -> int:
-    """CPU slots of a Ray of the sweep's own: that many trials, and a spare worker for each."""
-    workers = (job.cluster.max_workers + 1) * job.cluster.cpus_per_worker
-    return job.cluster.local_cpus or math.ceil(concurrent * (workers + DRIVER_CPUS))
-
-
-def most_at_once(workers: int, needs: WorkerNeeds, nodes: list[NodeView]) -> int:
-    """Number of trials of ``workers`` workers that fit at once, each with its driver on any node."""
-    for count in range(sum(node.capacity(needs) for node in nodes) // workers, 0, -1):
-        drivers = count * DRIVER_CPUS
-        room = sum(replace(node, cpus=node.cpus - drivers).capacity(needs) for node in nodes)
-        if room >= count * workers:
-            return count
-    return 0
+RATE = "optimizer.learning_rate"
+FIGURES = ("step", "tokens_per_s", "loss", "eval_loss", "wall_s", "failures")
+COLUMNS = ("stage", "trial", "status", "layout", "learning_rate", *FIGURES, "reason")
 
 
 class Sweep:
@@ -67,167 +48,87 @@ class Sweep:
         """
         Args:
             concurrent: trials at once; None: as many as fit.
-            on_cpus: the layouts that `check` found.
+            on_cpus: the layouts for CPUs, found already.
         """
-        nodes = living_nodes()
-        needs = worker_needs(job.cluster, nodes)
         self._job, self._options, self._console = job, options, console
-        self._profile: DeviceProfile = profile_of("cuda" if needs.gpus else "cpu")
+        self._profile: DeviceProfile = profile_of(room.device_of(job))
         self._layouts = on_cpus if self._profile == CPU else plan.candidates(job, options, self._profile)
-        fit = most_at_once(job.cluster.max_workers, needs, nodes)
-        if not fit:
-            raise ConfigError(
-                f"cluster.max_workers: saw {job.cluster.max_workers}, which do not fit the cluster beside"
-                f" {DRIVER_CPUS} CPU for a trial's driver; lower it or add nodes"
-            )
-        self._concurrent = min(concurrent or fit, fit)
+        self._concurrent = room.concurrency(job, concurrent)
         self._storage = open_storage(job.storage, options.name)
-
-    @staticmethod
-    def check(job: JobConfig, options: SweepOptions) -> list[Layout]:
-        """Check all trials' configs and the storage before anything is started; returns layouts for CPUs."""
-        layouts = plan.candidates(job, options, CPU)
-        rate = job.optimizer.learning_rate
-        plan.trial_job(job, options, f"{options.name}.check", layouts[0], rate, job.storage.url)
-        probe(open_storage(job.storage, options.name))
-        return layouts
 
     def run(self) -> dict[str, Any]:
         """Both stages, then the files; returns what ``results.json`` holds."""
         layouts = self._begin()
-        self._console.print(
-            f"sweep {self._options.name}: {len(layouts)} layouts, then"
-            f" {self._options.trials - len(layouts)} learning rates; {self._concurrent} trials at once"
-        )
-        space = {
-            "layout": tune.grid_search([layout.to_dict() for layout in layouts]),
-            "learning_rate": self._job.optimizer.learning_rate,
-        }
-        first = self._stage(LAYOUTS, space, len(layouts), "tokens_per_s", "max")
-        best_layout = next(
-            at for at in layouts if str(at) == self._best(first, "tokens_per_s", "max")["layout"]
-        )
+        known = {str(layout): layout for layout in layouts}
+        first = self._stage(LAYOUTS, self._job, {LAYOUT: Choice(tuple(known))}, known, len(layouts))
+        best_layout = self._best(LAYOUTS, first)["point"][LAYOUT]
         count = self._options.trials - len(layouts)
-        space = {"layout": best_layout.to_dict(), "learning_rate": self._rates(count)}
-        second = self._stage(RATES, space, count, "eval_loss", "min")
-        best = self._best(second, "eval_loss", "min")
-        return self._write(first + second, best_layout, best)
+        job = with_point(self._job, {LAYOUT: best_layout}, known)
+        second = self._stage(RATES, job, self._rates(count), {}, count)
+        best = self._best(RATES, second)
+        rows = [self._flat(LAYOUTS, row, "") for row in first]
+        rows += [self._flat(RATES, row, best_layout) for row in second]
+        return self._write(rows, known[best_layout], rows[len(first) + second.index(best)])
 
     def _begin(self) -> list[Layout]:
         """The layouts to try; those of the first launch where the sweep is resumed."""
-        found = self._layouts
-        mine = {"job": public_dict(self._job), "options": self._options.model_dump(mode="json")}
-        known = get_or_none(self._storage, "sweep.json")
-        if known is None:
-            value = {**mine, "layouts": [layout.to_dict() for layout in found]}
-            self._storage.put_if_absent("sweep.json", json.dumps(value, indent=1).encode())
-            return found
-        began: dict[str, Any] = json.loads(known)
-        changed = [key for part in mine for key in mine[part] if began[part].get(key) != mine[part][key]]
-        if changed:
-            raise ConfigError(
-                f"name: the sweep {self._options.name!r} began with other values of {', '.join(changed)}; set"
-                " them back to resume it, or choose another --name"
-            )
+        mine = {"layouts": [layout.to_dict() for layout in self._layouts]}
+        began = begun(self._storage, "sweep", self._job, self._options, mine)
+        if began is None:
+            return self._layouts
         self._console.print(f"resuming sweep {self._options.name}")
         return [Layout.from_dict(layout) for layout in began["layouts"]]
 
-    def _rates(self, count: int) -> Any:
+    def _rates(self, count: int) -> Space:
         rate, factor = self._job.optimizer.learning_rate, self._options.lr_factor
         if self._options.search == "grid":
-            return tune.grid_search(plan.learning_rates(self._options, self._job, count))
-        return tune.loguniform(rate / factor, rate * factor)
-
-    # --- a stage -----------------------------------------------------------------------------------------
+            return {RATE: Choice(tuple(plan.learning_rates(self._options, self._job, count)))}
+        return {RATE: Range(rate / factor, rate * factor, log=True)}
 
     def _stage(
-        self, name: str, space: dict[str, Any], count: int, metric: str, mode: str
+        self, name: str, job: JobConfig, space: Space, known: dict[str, Layout], count: int
     ) -> list[dict[str, Any]]:
         """Rows of a stage's trials, run or restored."""
         done = get_or_none(self._storage, f"{name}.json")
         if done is not None:
             rows: list[dict[str, Any]] = json.loads(done)
             return rows
-        grid = self._tuner(name, space, count, metric, mode).fit()
-        rows = results.rows_of(name, grid)
-        for line in results.as_lines(rows):
-            self._console.print(line, markup=False)
-        if len(rows) < count or any(row["status"] == "unfinished" for row in rows):
-            raise InterruptedSweepError(
-                f"sweep {self._options.name}: interrupted; the same command resumes it"
-            )
+        searches = {"optuna": "tpe"}
+        options = StudyOptions(
+            name=self._options.name,
+            kind="layout" if name == LAYOUTS else "lr",
+            trials=count,
+            steps=self._options.steps,
+            search="grid" if name == LAYOUTS else searches.get(self._options.search, self._options.search),
+            scheduler="none" if name == LAYOUTS else "asha",
+            objective="tokens_per_s" if name == LAYOUTS else "eval_loss",
+            seed=self._options.seed,
+        )
+        own = [] if name == LAYOUTS else [{RATE: self._job.optimizer.learning_rate}]
+        rows = Experiment(name, job, options, space, known, own, self._concurrent, self._console).rows()
         self._storage.put(f"{name}.json", json.dumps(rows, indent=1).encode())
         return rows
 
-    def _tuner(self, name: str, space: dict[str, Any], count: int, metric: str, mode: str) -> tune.Tuner:
-        filesystem, path = filesystem_of(self._job.storage)
-        remote = filesystem if "://" in self._job.storage.url else None
-        where = f"{path}/{self._options.name}/tune"
-        shared = {
-            "job": self._job.model_dump(mode="json"),
-            "options": self._options.model_dump(mode="json"),
-            "url": f"{self._job.storage.url.rstrip('/')}/{self._options.name}/runs",
-        }
-        trainable = tune.with_resources(tune.with_parameters(train_trial, sweep=shared), {"cpu": DRIVER_CPUS})
-        if tune.Tuner.can_restore(f"{where}/{name}", storage_filesystem=remote):
-            return tune.Tuner.restore(f"{where}/{name}", trainable, storage_filesystem=remote)
-        grid = name == LAYOUTS or self._options.search == "grid"
-        search = self._search(name, metric, mode)
-        return tune.Tuner(
-            trainable,
-            param_space=space,
-            tune_config=tune.TuneConfig(
-                metric=metric,
-                mode=mode,
-                num_samples=1 if grid else count,
-                search_alg=search,
-                scheduler=self._scheduler(name),
-                max_concurrent_trials=None if isinstance(search, BasicVariantGenerator) else self._concurrent,
-            ),
-            run_config=tune.RunConfig(
-                name=name,
-                storage_path=where,
-                storage_filesystem=remote,
-                failure_config=tune.FailureConfig(max_failures=RETRIES),
-                verbose=0,
-            ),
-        )
-
-    def _search(self, name: str, metric: str, mode: str) -> Searcher | SearchAlgorithm | None:
-        first = [{"learning_rate": self._job.optimizer.learning_rate}]
-        if name == LAYOUTS or self._options.search == "grid":
-            return None
-        if self._options.search == "random":
-            return BasicVariantGenerator(
-                points_to_evaluate=first, random_state=self._options.seed, max_concurrent=self._concurrent
-            )
-        try:
-            from ray.tune.search.optuna import OptunaSearch
-
-            return OptunaSearch(metric=metric, mode=mode, points_to_evaluate=first, seed=self._options.seed)
-        except (ImportError, AssertionError) as error:
-            raise ConfigError("search: optuna is not installed; pip install 'picotron-ray[tune]'") from error
-
-    def _scheduler(self, name: str) -> TrialScheduler:
-        """Learning rates that fall behind are ended early; throughput needs no judge on the way."""
-        steps = self._options.steps
-        if name == LAYOUTS:
-            return FIFOScheduler()
-        return ASHAScheduler(
-            time_attr="step", max_t=steps + 1, grace_period=max(1, steps // 4), reduction_factor=3
-        )
-
     # --- the end -----------------------------------------------------------------------------------------
 
-    def _best(self, rows: list[dict[str, Any]], metric: str, mode: str) -> dict[str, Any]:
-        try:
-            return dict(plan.best_row(rows, metric, mode))
-        except ConfigError as error:
-            raise NoneFinishedError(f"sweep {self._options.name}: no trial finished\n{error}") from error
+    def _best(self, stage: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        figure = "tokens_per_s" if stage == LAYOUTS else "eval_loss"
+        best = best_rows(f"sweep {self._options.name}", rows, parse_objective(figure))[0]
+        return next(row for row in rows if row["trial"] == best["trial"])
+
+    def _flat(self, stage: str, row: dict[str, Any], layout: str) -> dict[str, Any]:
+        """A row of ``results.csv``."""
+        return {
+            "stage": stage,
+            "trial": row["trial"],
+            "status": row["status"],
+            "layout": row["point"].get(LAYOUT, layout),
+            "learning_rate": row["point"].get(RATE, self._job.optimizer.learning_rate),
+            **{name: row[name] for name in (*FIGURES, "reason")},
+        }
 
     def _write(self, rows: list[dict[str, Any]], layout: Layout, best: dict[str, Any]) -> dict[str, Any]:
-        recipe = plan.recipe(self._job, layout, best["learning_rate"], self._profile)
-        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=110)
+        job = with_point(self._job, {RATE: best["learning_rate"]}, {})
         failed = sum(row["status"] == "failed" for row in rows)
         found = {
             "sweep": self._options.name,
@@ -236,9 +137,9 @@ class Sweep:
             "failed": failed,
             "recipe": f"{self._storage.where}/best.yaml",
         }
-        head = f"# Found by the sweep {self._options.name}: {layout}, trial {best['trial']}.\n"
-        self._storage.put("best.yaml", (head + text).encode())
-        self._storage.put("results.csv", results.as_csv(rows).encode())
+        head = f"Found by the sweep {self._options.name}: {layout}, trial {best['trial']}."
+        put_recipe(self._storage, head, plan.recipe(job, layout, self._profile))
+        self._storage.put("results.csv", as_csv(rows).encode())
         self._storage.put("results.json", json.dumps(found, indent=1).encode())
         self._console.print(
             f"best of {len(rows)} trials ({failed} failed): {layout}, learning rate"
@@ -246,3 +147,12 @@ class Sweep:
             markup=False,
         )
         return found
+
+
+def as_csv(rows: Iterable[dict[str, Any]]) -> str:
+    """All columns, a row per trial."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -9,12 +9,19 @@ from pydantic import Field
 from picotron_ray.config.schema.base import Section
 from picotron_ray.errors import ConfigError
 from tuning.objectives import parse_objective
-from tuning.spaces import Space, only_categories
+from tuning.spaces import Range, Space, only_categories
 
-SEARCHERS = ("grid", "random", "tpe", "cma-es", "nsga-ii")
-SCHEDULERS = ("none", "asha")
+POPULATION_BASED = ("pbt", "pb2")
+SEARCHERS = ("grid", "random", "tpe", "cma-es", "nsga-ii", *POPULATION_BASED)
+SCHEDULERS = ("none", "asha", *POPULATION_BASED)
 POPULATION = 8
 """Trials of one generation of an evolutionary search, where the user says nothing."""
+NEEDS = {
+    "tpe": ("optuna",), "nsga-ii": ("optuna",), "cma-es": ("optuna", "cmaes"), "pb2": ("sklearn",),
+}  # fmt: skip
+"""Modules of the extra ``tune`` that a search or scheduler imports."""
+FIXED = ("model.", "optimizer.name", "precision", "init_from.")
+"""Keys that a member of a population cannot change between two parts of its training."""
 
 
 class StudyOptions(Section):
@@ -24,14 +31,35 @@ class StudyOptions(Section):
     kind: str = Field(description="layout, hparams, batch or lr")
     trials: int = Field(default=16, ge=1, description="most trials")
     steps: int = Field(default=20, ge=1, description="optimizer steps of a trial")
-    search: str = Field(default="random", description="grid, random, tpe, cma-es or nsga-ii")
-    scheduler: str = Field(default="none", description="none, or asha: trials that fall behind end early")
+    search: str = Field(default="random", description="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")
+    scheduler: str = Field(default="none", description="none, asha, pbt or pb2")
     population: int | None = Field(default=None, ge=2, description="trials of a generation, evolutionary")
+    interval: int | None = Field(default=None, ge=1, description="pbt, pb2: steps between exchanges")
     objective: str = Field(default="tokens_per_s", description="a figure, several by commas, or score")
     gpu_hours: float | None = Field(default=None, gt=0, description="worker hours that end it")
     wall_s: float | None = Field(default=None, gt=0, description="seconds that end it")
     seeded: bool = Field(default=True, description="try the planner's layouts first, in its order")
     seed: int = Field(default=0, ge=0, description="of the searcher")
+
+    @property
+    def population_based(self) -> str:
+        """``pbt`` or ``pb2``, asked for as search or as scheduler; else empty."""
+        return next((name for name in POPULATION_BASED if name in (self.search, self.scheduler)), "")
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether no loss is judged."""
+        return not {"loss", "eval_loss"} & set(self.objective.replace(" ", "").split(","))
+
+    @property
+    def members(self) -> int:
+        """Trials of a population-based study, which all begin together; 0 for the others."""
+        return (self.population or self.trials) if self.population_based else 0
+
+    @property
+    def exchange_steps(self) -> int:
+        """Steps between two exchanges of a population-based study."""
+        return self.interval or max(1, self.steps // 4)
 
 
 def refuse_contradictions(options: StudyOptions, space: Space) -> None:
@@ -51,15 +79,43 @@ def refuse_contradictions(options: StudyOptions, space: Space) -> None:
         wrong.append(
             f"--population: saw {options.population}, more than the {options.trials} trials; raise --trials"
         )
-    if options.population and options.search not in ("cma-es", "nsga-ii"):
+    if options.population and not options.population_based and options.search not in ("cma-es", "nsga-ii"):
         wrong.append(f"--population: saw {options.population} for {options.search}, which has none; leave it")
-    needs = {"tpe": ["optuna"], "nsga-ii": ["optuna"], "cma-es": ["optuna", "cmaes"]}.get(options.search, [])
-    if missing := [name for name in needs if find_spec(name) is None]:
-        wrong.append(
-            f"--search: saw {options.search}, which needs {missing[0]}; pip install 'picotron-ray[tune]'"
-        )
+    for name in dict.fromkeys((options.search, options.scheduler)):
+        missing = [module for module in NEEDS.get(name, ()) if find_spec(module) is None]
+        if missing:
+            option = "--search" if name == options.search else "--scheduler"
+            wrong.append(f"{option}: saw {name}, which needs {missing[0]}; pip install 'picotron-ray[tune]'")
     many = len(parse_objective(options.objective).metrics) > 1
     if many and (options.search == "cma-es" or options.scheduler == "asha"):
         wrong.append("--objective: saw several figures, which cma-es and asha cannot follow; take nsga-ii")
+    wrong += _population_problems(options, space, many)
     if wrong:
         raise ConfigError(*wrong)
+
+
+def _population_problems(options: StudyOptions, space: Space, many: bool) -> list[str]:
+    kind, wrong = options.population_based, []
+    if not kind:
+        return (
+            [f"--interval: saw {options.interval} without pbt or pb2; leave it"] if options.interval else []
+        )
+    if {options.search, options.scheduler} - {kind, "none", "random", "grid"}:
+        wrong.append(
+            f"--search: saw {options.search} with --scheduler {options.scheduler}; {kind} draws its own"
+            " points: take one of the two"
+        )
+    if many:
+        wrong.append(f"--objective: saw several figures, which {kind} cannot follow; take nsga-ii")
+    if options.members < 2:
+        wrong.append(f"--trials: saw {options.members}, expected at least 2 for a population of {kind}")
+    if options.exchange_steps >= options.steps:
+        wrong.append(
+            f"--interval: saw {options.exchange_steps} of {options.steps} steps, so that no exchange comes"
+            " before the end; raise --steps"
+        )
+    if kind == "pb2" and not any(isinstance(axis, Range) for axis in space.values()):
+        wrong.append("--search: saw pb2 on categories alone, which have no order; take pbt")
+    if fixed := [key for key in space if key.startswith(FIXED)]:
+        wrong.append(f"--space: saw {fixed[0]}, which {kind} cannot change in weights half-trained; take tpe")
+    return wrong

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import html
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FIGURES = (
-    "step", "tokens_per_s", "loss", "eval_loss", "wall_s", "free_memory", "utilisation", "score", "ran",
-    "workers", "failures",
-)  # fmt: skip
 WIDTH, HEIGHT, EDGE = 960, 320, 50
+WIDE = 30
+"""Largest number over smallest from which an axis is logarithmic."""
 STYLE = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 10px;text-align:left}svg text{font-size:11px}"
 
 
 def as_line(row: Mapping[str, Any]) -> str:
     """A trial on one line."""
-    point = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in row["point"].items())
+    point = " ".join(f"{key.rpartition('.')[2]}={short(value)}" for key, value in row["point"].items())
     return (
-        f"{row['trial']}  {row['status']:10}  {point}  {_short(row['tokens_per_s'])} tokens/s"
-        f"  eval_loss {_short(row['eval_loss'])}" + (f"  {row['reason']}" if row["reason"] else "")
+        f"{row['trial']}  {row['status']:10}  {point}  {short(row['tokens_per_s'])} tokens/s"
+        f"  eval_loss {short(row['eval_loss'])}" + (f"  {row['reason']}" if row["reason"] else "")
     )
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in few letters."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def as_html(found: Mapping[str, Any]) -> str:
-    """The page: parallel coordinates of all trials, the front of the first two figures, and the table."""
+    """The page: parallel coordinates of all trials, the fronts of every two figures, and the table."""
     rows, names = found["trials"], found["objective"]
     keys = list(rows[0]["point"]) if rows else []
     parts = [
@@ -37,8 +38,8 @@ def as_html(found: Mapping[str, Any]) -> str:
         "<h2>Parallel coordinates</h2>",
         parallel(rows, keys, names, set(found["front"])),
     ]
-    if len(names) > 1:
-        parts += ["<h2>Front</h2>", scatter(rows, names[0], names[1], set(found["front"]))]
+    for x, y in itertools.combinations(names, 2):
+        parts += [f"<h2>Front: {x}, {y}</h2>", scatter(rows, x, y, set(found["front"]))]
     parts += ["<h2>Trials</h2>", _table(rows, keys, names)]
     return f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>{''.join(parts)}\n"
 
@@ -57,7 +58,7 @@ def parallel(
         x = EDGE + at * gap
         parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{EDGE}" y2="{HEIGHT - EDGE}" stroke="#999"/>')
         parts.append(f'<text x="{x:.0f}" y="30" text-anchor="middle">{html.escape(name)}</text>')
-        ends = sorted(set(zip(heights[at], map(_short, values), strict=True)))
+        ends = sorted(set(zip(heights[at], map(short, values), strict=True)))
         parts += [
             f'<text x="{x + 3:.0f}" y="{_y(share):.0f}">{html.escape(text)}</text>'
             for share, text in (ends if len(ends) <= 12 else [ends[0], ends[-1]])
@@ -84,8 +85,10 @@ def scatter(rows: Sequence[Mapping[str, Any]], x: str, y: str, best: set[str]) -
 
 
 def _places(values: Sequence[Any]) -> list[float]:
-    """Each value's place on an axis, 0-1: numbers by size, names by order."""
+    """Each value's place on an axis, 0-1: numbers by size (wide ranges by logarithm), names by order."""
     if all(isinstance(value, int | float) for value in values):
+        if values and min(values) > 0 and max(values) > WIDE * min(values):
+            values = [math.log(value) for value in values]
         low, high = min(values, default=0), max(values, default=0)
         return [(value - low) / (high - low) if high > low else 0.5 for value in values]
     order = sorted(set(map(str, values)))
@@ -106,5 +109,5 @@ def _table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequen
     for row in rows:
         cells = [row["trial"], row["status"], *(row["point"].get(key) for key in keys)]
         cells += [*(row[name] for name in names), row["reason"]]
-        lines.append("".join(f"<td>{html.escape(_short(cell))}</td>" for cell in cells))
+        lines.append("".join(f"<td>{html.escape(short(cell))}</td>" for cell in cells))
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -24,6 +24,7 @@ from rich.console import Console
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
+from tuning import plan
 from tuning.connected import QUIET, connected
 from tuning.plan import SweepOptions
 
@@ -88,7 +89,7 @@ def run(
     console: Console,
     relative_url: str = "",
 ) -> dict[str, Any]:
-    """Connect, sweep, and disconnect; returns what ``results.json`` holds.
+    """Check, connect, sweep, and disconnect; returns what ``results.json`` holds.
 
     Args:
         relative_url: ``storage.url`` as it was written, where that depends on the present folder; else "".
@@ -97,10 +98,17 @@ def run(
         ConfigError, StorageError, ClusterError: nothing was started.
         NoneFinishedError, InterruptedSweepError.
     """
+    from picotron_ray.checkpoint.storage.base import probe
+    from picotron_ray.checkpoint.storage.open import open_storage
+    from picotron_ray.planner.device_profile import CPU
+
     os.environ.update(QUIET)  # before Tune is imported, which reads them
+    layouts = plan.candidates(job, options, CPU)
+    plan.shortened(job.model_dump(mode="json"), options.steps, f"{options.name}.check", job.storage.url)
+    probe(open_storage(job.storage, options.name))
+
     from tuning.stages import Sweep
 
-    layouts = Sweep.check(job, options)
     with connected(job, options.name, concurrent, relative_url):
         return Sweep(job, options, concurrent, console, layouts).run()
 

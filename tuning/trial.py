@@ -9,6 +9,8 @@ out-of-memory error ends that trial, with its reason, and no other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ray import tune
@@ -26,59 +28,90 @@ from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning.errors import TrialFailedError
-from tuning.objectives import score
-from tuning.plan import SweepOptions, shortened, trial_job
+from tuning.objectives import parse_objective, score
+from tuning.parts import NO_ROUND, ROUND, MemberRun, job_of_part
+from tuning.plan import shortened
+from tuning.population import noted, present_part, slot
 from tuning.spaces import with_point
+from tuning.study_options import StudyOptions
 
-DRIVER_CPUS = 0.1
 
+class TrialReports(UserCallback):
+    """Callback that tells Tune a run's figures on the way; its scheduler may end the trial by them.
 
-class ReportToTune(UserCallback):
-    """Callback that tells Tune every new held-out loss; its scheduler may end the trial by it."""
+    Args:
+        complete: adds the figures that follow from a run's own.
+        needed: figures without which there is no report.
+        last_step: steps of the run; its end is reported by whoever called ``fit``.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, complete: Callable[[dict[str, Any]], dict[str, Any]], needed: Sequence[str], last_step: int
+    ) -> None:
+        self._complete, self._needed, self._last_step = complete, needed, last_step
         self._reported = 0
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        figures = metrics[0]
-        if figures.get("eval_step", 0) > self._reported and "tokens_per_s" in figures:
-            self._reported = figures["eval_step"]
-            tune.report(
-                {name: figures.get(name) for name in ("loss", "eval_loss", "tokens_per_s")}
-                | {
-                    "step": self._reported,
-                    "finished": False,
-                }
-            )
+        step = self._due(metrics[0].get("eval_step", 0), checkpoint)
+        if not self._reported < step < self._last_step:
+            return
+        figures = self._complete(metrics[0])
+        if all(_finite(figures.get(name)) for name in self._needed):
+            self._reported = step
+            self._tell({**figures, "finished": False}, step)
+
+    def _due(self, evaluated: int, checkpoint: Any) -> int:
+        """The step that a report would be about."""
+        return evaluated
+
+    def _tell(self, figures: dict[str, Any], step: int) -> None:
+        tune.report({**figures, "step": step})
+
+    def end(self, figures: dict[str, Any], step: int) -> None:
+        """Report the run's end."""
+        tune.report({**figures, "finished": True, "step": step})
 
 
-def run_name(options: dict[str, Any]) -> str:
-    """The name of the calling trial's run: the same whenever Tune starts the trial again."""
-    return f"{options['name']}.{tune.get_context().get_trial_id()}"
-
-
-def train_trial(config: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """Train one trial: Tune's trainable.
+class MemberReports(TrialReports):
+    """TrialReports of a member of a population: at its commits alone, since others may go on from there.
 
     Args:
-        config: what this trial tries: ``layout`` and ``learning_rate``.
-        sweep: what all trials share: ``job``, ``options`` and ``url``, as plain data.
+        part: the member's run.
+        interval: steps between exchanges.
     """
-    job = trial_job(
-        parse_job(sweep["job"]),
-        SweepOptions.model_validate(sweep["options"]),
-        run_name(sweep["options"]),
-        Layout.from_dict(config["layout"]),
-        config["learning_rate"],
-        sweep["url"],
-    )
-    _refuse_what_failed(job)
-    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[ReportToTune()])).fit()
-    metrics = result.metrics or {}
-    if metrics["status"] != "finished":
-        raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
-    figures = {name: metrics[name] for name in ("step", "loss", "eval_loss", "tokens_per_s", "wall_s")}
-    tune.report({**figures, "finished": True, "failures": len(metrics["failures"])})
+
+    def __init__(self, *args: Any, part: MemberRun, interval: int) -> None:
+        super().__init__(*args)
+        self._part, self._interval = part, interval
+        self._reported = part.noted_step
+        self._committed = 0
+
+    def _due(self, evaluated: int, checkpoint: Any) -> int:
+        if checkpoint is not None:
+            self._committed = checkpoint.step
+        return self._committed if evaluated >= self._committed else 0
+
+    def _tell(self, figures: dict[str, Any], step: int) -> None:
+        with noted(self._part, step) as note:
+            tune.report(self._of_member(figures, step), checkpoint=note)
+
+    def end(self, figures: dict[str, Any], step: int) -> None:
+        """Report the end, which is no exchange."""
+        tune.report({**self._of_member(figures, step), "finished": True, ROUND: NO_ROUND})
+
+    def _of_member(self, figures: dict[str, Any], step: int) -> dict[str, Any]:
+        origin = f"{self._part.origin_run}@{self._part.origin_step}" if self._part.origin_run else ""
+        reached = self._part.before_steps + step
+        return {**figures, "step": reached, ROUND: reached // self._interval, "took_over": origin}
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def run_name(options: StudyOptions) -> str:
+    """The name of the calling trial's run: the same whenever Tune starts the trial again."""
+    return f"{options.name}.{tune.get_context().get_trial_id()}"
 
 
 def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
@@ -86,23 +119,50 @@ def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
 
     Args:
         config: the trial's point.
-        study: what all trials share: ``job``, ``options``, ``layouts``, ``url`` and ``reference``, the
-            tokens per second that a score compares with, as plain data.
+        study: what all trials share: ``job``, ``options``, ``layouts``, ``url``, ``device``, ``concurrent``
+            and ``reference``, the tokens per second that a score compares with, as plain data.
     """
     known = {name: Layout.from_dict(value) for name, value in study["layouts"].items()}
+    options = StudyOptions.model_validate(study["options"])
     asked = with_point(parse_job(study["job"]), config, known)
-    raw, options = asked.model_dump(mode="json"), study["options"]
-    job = shortened(raw, options["steps"], run_name(options), study["url"])
+    raw = asked.model_dump(mode="json")
+    job = shortened(raw, options.steps, run_name(options), study["url"], options.by_speed)
+    if not options.population_based:
+        _train(job, options, study, None)
+        return
+    part = present_part(job.name, config)
+    job = job_of_part(job, part, options.exchange_steps)
+    with slot(options.name, study["concurrent"]):
+        _train(job, options, study, part)
+
+
+def _train(job: JobConfig, options: StudyOptions, study: dict[str, Any], part: MemberRun | None) -> None:
+    """One run to its end, with reports to Tune.
+
+    Raises:
+        TrialFailedError: it ended without the figures that the study is about.
+    """
     _refuse_what_failed(job)
-    callbacks: list[UserCallback] = [ReportToTune()] if options["scheduler"] == "asha" else []
-    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=callbacks)).fit()
+    needed = parse_objective(options.objective).metrics
+    asked = (partial(_completed, job, study), needed, job.steps)
+    reports = (
+        MemberReports(*asked, part=part, interval=options.exchange_steps) if part else TrialReports(*asked)
+    )
+    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[reports])).fit()
     metrics = result.metrics or {}
     if metrics["status"] != "finished":
         raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
-    figures = {name: metrics[name] for name in ("step", "loss", "eval_loss", "tokens_per_s", "wall_s")}
+    figures = _completed(job, study, metrics)
+    if lacking := [name for name in needed if not _finite(figures.get(name))]:
+        raise TrialFailedError(f"{lacking[0]} is {figures.get(lacking[0])} after {job.steps} steps")
+    reports.end({**figures, "failures": len(metrics["failures"])}, metrics["step"])
+
+
+def _completed(job: JobConfig, study: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """A run's figures with those that follow from them."""
+    figures = {name: measured.get(name) for name in ("loss", "eval_loss", "tokens_per_s", "wall_s")}
     figures |= derived(job, figures["tokens_per_s"] or 0.0, study["device"])
-    figures["score"] = score(figures, study["reference"])
-    tune.report({**figures, "finished": True, "failures": len(metrics["failures"])})
+    return {**figures, "score": score(figures, study["reference"])}
 
 
 def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:

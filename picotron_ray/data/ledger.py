@@ -13,7 +13,8 @@ it was committed says ``unproven``: its samples count as lost.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. Of many replicas,
-neighbours share an entry, which ends with their number, so that a line does not grow with them. The checker
+neighbours share an entry, which ends with their number, so that a line does not grow with them; where they
+are fed unevenly, with the rows of each. The checker
 knows nothing of layouts and trusts no number of the ledger. It makes every row again from the source data
 and the order of samples, and compares digests. Where one differs, ``ledger_diagnosis`` looks for a deviation
 that explains it, so that a report names the sample. A sample that no digest proves counts as lost.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -106,8 +108,8 @@ class _Audit:
             tokens = self.global_batch * self.dataset.sequence_length
             if line.tokens != tokens:
                 self.wrong.append(f"{line.name} says {line.tokens} tokens, expected {tokens}")
-        at, replicas = 0, sum(count for *_, count in line.rows)
-        for first, last, digest, count in line.rows:
+        at, replicas = 0, sum(count for *_, count, _ in line.rows)
+        for first, last, digest, count, each in line.rows:
             many = f"s {at} to {at + count - 1}" if count > 1 else f" {at}"
             name = f"{line.name}, replica{many}"
             if not wanted[0] <= first <= last <= wanted[1]:
@@ -116,6 +118,9 @@ class _Audit:
                 self.group(name, digest, [(first, last)])
             else:
                 parts = [self.part(base, index, replicas) for index in range(at, at + count)]
+                if each:
+                    ends = list(accumulate(each, initial=first))
+                    parts = list(pairwise(ends))
                 if (parts[0][0], parts[-1][1]) == (first, last):
                     self.group(name, digest, parts)
                 else:

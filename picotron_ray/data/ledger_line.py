@@ -1,7 +1,8 @@
 """Ledger line, read with distrust: it may have been cut, edited or damaged.
 
 A line does not grow with the run: of more than ``MOST_ROWS`` replicas, neighbours share a row, whose digest
-is that of their digests.
+is that of their digests. Where they are not fed evenly, such a row also says how many rows each has, as runs
+``[rows, replicas]`` of equal ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import xxhash
@@ -17,7 +19,7 @@ import xxhash
 _HEX = re.compile(r"[0-9a-f]{32}")
 MOST_ROWS = 16
 MOST_REPLICAS = 1 << 20
-Row = tuple[int, int, str, int]
+Row = tuple[int, int, str, int, tuple[int, ...]]
 
 
 def shared_digest(digests: Sequence[bytes]) -> bytes:
@@ -25,7 +27,7 @@ def shared_digest(digests: Sequence[bytes]) -> bytes:
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
 
 
-def line_rows(replicas: Sequence[tuple[int, int, str]]) -> list[list[int | str]]:
+def line_rows(replicas: Sequence[tuple[int, int, str]]) -> list[list[Any]]:
     """Rows of a line: at most ``MOST_ROWS``, whatever the number of replicas.
 
     Args:
@@ -35,21 +37,34 @@ def line_rows(replicas: Sequence[tuple[int, int, str]]) -> list[list[int | str]]
     [2, 4]
     >>> [row[3] for row in line_rows([(at, at + 1, "00" * 16) for at in range(40)])][-2:]
     [3, 1]
+    >>> line_rows([(max(0, at - 1), at, "00" * 16) for at in range(40)])[0][3:]
+    [3, [[0, 1], [1, 2]]]
     """
     size = -(-len(replicas) // MOST_ROWS)
-    rows: list[list[int | str]] = []
+    runs = size > 1 and not _even([last - first for first, last, _ in replicas])
+    rows: list[list[Any]] = []
     for at in range(0, len(replicas), size):
         group = replicas[at : at + size]
         digest = shared_digest([bytes.fromhex(each) for _, _, each in group]).hex()
         rows.append([group[0][0], group[-1][1], digest, *([len(group)] if size > 1 else [])])
+        if runs:
+            equal = groupby(last - first for first, last, _ in group)
+            rows[-1].append([[count, len(list(same))] for count, same in equal])
     return rows
+
+
+def _even(counts: Sequence[int]) -> bool:
+    """Whether this is how `Layout.rows` splits a batch without ``replica_rows``."""
+    share, extra = divmod(sum(counts), len(counts))
+    return all(count == share + (index < extra) for index, count in enumerate(counts))
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
     """Ledger line as the check needs it.
 
-    ``rows``: (first, last, digest, replicas) per DP replica, or per group of neighbours.
+    ``rows``: (first, last, digest, replicas, rows of each) per DP replica, or per group of neighbours; no
+    rows of each: an even split.
     """
 
     step: int
@@ -75,7 +90,7 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
             generation=(_whole(record["term"]), _whole(record["n"])),
             samples=(_whole(record["samples"][0]), _whole(record["samples"][1])),
             rows=tuple(
-                (_whole(first), _whole(last), _digest(hexes), _replicas(*replicas))
+                (_whole(first), _whole(last), _digest(hexes), *_replicas(*replicas))
                 for first, last, hexes, *replicas in record["rows"]
             ),
             tokens=_whole(record["tokens"]),
@@ -94,8 +109,15 @@ def _whole(value: Any, least: int = 0, most: int = (1 << 62) - 1) -> int:
     return value
 
 
-def _replicas(value: Any = 1) -> int:
-    return _whole(value, least=1, most=MOST_REPLICAS)
+def _replicas(value: Any = 1, runs: Any = ()) -> tuple[int, tuple[int, ...]]:
+    """Number of replicas, and the rows of each."""
+    count = _whole(value, least=1, most=MOST_REPLICAS)
+    found: list[int] = []
+    for rows, times in runs:
+        found += [_whole(rows)] * _whole(times, least=1, most=count - len(found))
+    if runs and len(found) != count:
+        raise ValueError(f"expected rows of {count} replicas, saw those of {len(found)}")
+    return count, tuple(found)
 
 
 def _digest(value: Any) -> str:

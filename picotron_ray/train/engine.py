@@ -53,6 +53,7 @@ from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adapta
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
 from picotron_ray.train.precision.precision import check_precision, master_dtype
+from picotron_ray.train.slowness import add_slowness
 from picotron_ray.train.training_state import TrainingState
 
 
@@ -96,6 +97,7 @@ class Engine:
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
         mesh.choose_collectives({})
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
+        add_slowness(job, self.layout, self._models)
         parameters = [
             parameter
             for model in self._models.values()

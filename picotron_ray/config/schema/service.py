@@ -335,12 +335,13 @@ class TrackerConfig(Section):
     )
 
 
-FaultName = Literal["kill", "stop", "hang", "remove-node"]
+FaultName = Literal["kill", "stop", "hang", "slow", "remove-node"]
 FaultTarget = Literal["worker", "node", "coordinator"]
 FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
     "kill": ("worker", "coordinator"),
     "stop": ("worker", "coordinator"),
     "hang": ("worker", "coordinator"),
+    "slow": ("worker",),
     "remove-node": ("node",),
 }
 """Scripted faults and their possible targets; each is a class in ``runtime.chaos.faults``."""
@@ -358,8 +359,8 @@ class ChaosFault(Section):
     """
 
     fault: FaultName = Field(
-        description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns;"
-        " remove-node: the whole node"
+        description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns; slow: a process that"
+        " sleeps for every row that it computes, as long as it lives; remove-node: the whole node"
     )
     target: str = Field(
         description="worker:<rank> of the running generation, node:<index>, or coordinator",
@@ -367,6 +368,13 @@ class ChaosFault(Section):
     )
     step: int = Field(ge=1, description="optimizer step (1-based) at which it strikes, once per run")
     phase: str = Field(default="forward", description="phase of the step, by its name in the heartbeat page")
+    row_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=60,
+        description="slow: seconds slept per row through the whole model, of which a pipeline stage takes the"
+        " share of its blocks; 0: as fast as before",
+    )
 
 
 PHASES = (

@@ -154,6 +154,16 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
             expected = " or ".join(TARGET_FORMS[target] for target in FAULT_TARGETS[fault.fault])
             text = f"saw {fault.target}, expected {expected} for fault {fault.fault}"
             yield Problem(f"{at}.target", text, (f"{at}.fault",))
+        if fault.fault == "slow" and fault.row_s is None:
+            yield Problem(f"{at}.row_s", "saw nothing, expected the seconds that slow sleeps per row")
+        elif fault.fault != "slow" and fault.row_s is not None:
+            text = (
+                f"saw {fault.row_s:g} with fault {fault.fault}, which sleeps for no row; drop it or use slow"
+            )
+            yield Problem(f"{at}.row_s", text, (f"{at}.fault",))
+        if fault.fault == "slow" and job.kernels.cuda_graphs:
+            text = "saw slow with kernels.cuda_graphs=true, whose replays know of no sleep; use false"
+            yield Problem(f"{at}.fault", text, ("kernels.cuda_graphs",))
         if fault.step > job.steps:
             yield Problem(f"{at}.step", f"saw {fault.step}, expected at most steps={job.steps}", ("steps",))
 

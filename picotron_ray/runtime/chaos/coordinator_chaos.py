@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from picotron_ray.config.schema.service import ChaosFault
-from picotron_ray.runtime.chaos.faults import FAULTS, Nodes, ProcessFault
+from picotron_ray.runtime.chaos.faults import FAULTS, NodeFault, Nodes, ProcessFault
 
 
 class CoordinatorChaos:
@@ -52,4 +52,5 @@ class CoordinatorChaos:
         if isinstance(kind, ProcessFault):
             kind.strike()
         else:
+            assert isinstance(kind, NodeFault), "the config lets no other fault target a node"
             kind.strike(self._nodes, int(fault.target.removeprefix("node:")))

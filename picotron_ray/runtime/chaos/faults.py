@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from picotron_ray.config.schema.service import FaultTarget
 
-FAULTS: dict[str, ProcessFault | NodeFault] = {}
+FAULTS: dict[str, ProcessFault | SpeedFault | NodeFault] = {}
 """One instance of each fault, by its name in the config (``chaos.<i>.fault``)."""
 
 
@@ -37,6 +37,19 @@ class ProcessFault(ABC):
     @abstractmethod
     def strike(self) -> None:
         """Strike the calling process."""
+
+
+class SpeedFault(ABC):
+    """Fault of a worker's process that goes on with another speed."""
+
+    targets: ClassVar[tuple[FaultTarget, ...]] = ("worker",)
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        FAULTS[name] = cls()
+
+    @abstractmethod
+    def strike(self, row_s: float) -> None:
+        """Strike the calling process: from now on each row takes so many seconds more."""
 
 
 class NodeFault(ABC):
@@ -71,6 +84,15 @@ class Hang(ProcessFault, name="hang"):
 
     def strike(self) -> None:
         threading.Event().wait()  # nothing will ever set it
+
+
+class Slow(SpeedFault, name="slow"):
+    """Slow device: the process sleeps for every row that it computes, in all generations to come."""
+
+    def strike(self, row_s: float) -> None:
+        from picotron_ray.train.slowness import Slowness  # torch, which the coordinator does without
+
+        Slowness.row_s = row_s
 
 
 class RemoveNode(NodeFault, name="remove-node"):

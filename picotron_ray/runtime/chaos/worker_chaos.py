@@ -7,7 +7,7 @@ from collections.abc import Callable
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.runtime.chaos.claims import claim
-from picotron_ray.runtime.chaos.faults import FAULTS, ProcessFault
+from picotron_ray.runtime.chaos.faults import FAULTS, ProcessFault, SpeedFault
 
 
 class WorkerChaos:
@@ -22,7 +22,15 @@ class WorkerChaos:
         for index, fault in list(self._faults.items()):
             if step >= fault.step and fault.phase == phase and fault.target == f"worker:{self.rank}":
                 del self._faults[index]  # ours now, or somebody's before
-                kind = FAULTS[fault.fault]
-                assert isinstance(kind, ProcessFault), "the config lets no other fault target a worker"
                 if claim(self._storage(), index):
-                    kind.strike()
+                    _strike(fault)
+
+
+def _strike(fault: ChaosFault) -> None:
+    kind = FAULTS[fault.fault]
+    if isinstance(kind, SpeedFault):
+        assert fault.row_s is not None, "the config asks for it"
+        kind.strike(fault.row_s)
+    else:
+        assert isinstance(kind, ProcessFault), "the config lets no other fault target a worker"
+        kind.strike()

@@ -792,6 +792,22 @@ BAD: dict[str, tuple[str, str, str]] = {
         "chaos.0.target",
         "expected node:<index> for fault remove-node",
     ),
+    "slow by nothing": (
+        'chaos: [{fault: slow, target: "worker:0", step: 1}]',
+        "chaos.0.row_s",
+        "expected the seconds that slow sleeps per row",
+    ),
+    "sleep of a kill": (
+        'chaos: [{fault: kill, target: "worker:0", step: 1, row_s: 0.1}]',
+        "chaos.0.row_s",
+        "saw 0.1 with fault kill",
+    ),
+    "slow graphs": (
+        "kernels: {cuda_graphs: true}\ncluster: {device: cuda}\nlayout: {tp: 1, pp: 1, zero: 0}\n"
+        'chaos: [{fault: slow, target: "worker:0", step: 1, row_s: 0.1}]',
+        "chaos.0.fault",
+        "whose replays know of no sleep",
+    ),
     "killing a node": (
         'chaos: [{fault: kill, target: "node:0", step: 1}]',
         "chaos.0.target",

@@ -101,12 +101,14 @@ def test_planted_slips_of_one_rank_are_named(
 # --- many replicas share a row -------------------------------------------------------------------------
 
 
+MANY = Layout(dp=40)
+
+
 def wide(
-    step: int, fed_by: dict[int, list[int]] | None = None, dp: int = 40, batch: int = 90
+    step: int, fed_by: dict[int, list[int]] | None = None, layout: Layout = MANY, batch: int = 90
 ) -> dict[str, Any]:
     """A line of many replicas; ``fed_by``: what one of them fed instead of its rows."""
-    dp, batch = 40, 90
-    parts = [make_batch(DATA, SEED, Layout(dp=dp), i, batch, step) for i in range(dp)]
+    parts = [make_batch(DATA, SEED, layout, i, batch, step) for i in range(layout.dp)]
     rows = [(*part.rows, part.digest.hex()) for part in parts]
     for replica, numbers in (fed_by or {}).items():
         rows[replica] = (*rows[replica][:2], fed(numbers))
@@ -150,6 +152,27 @@ def test_a_slip_of_one_of_many_replicas_is_named(
     report = check_wide([wide(1), wide(2, {1: numbers})])
     assert report.wrong == (f"step 2 of generation 1.1, replicas 0 to 2 {words}",)
     assert (report.lost, report.repeated) == (lost, repeated)
+
+
+UNEVEN = Layout(dp=40, replica_rows=(*[3] * 10, 0, *[1] * 18, *[2] * 10, 22))
+
+
+def test_uneven_replicas_that_share_a_row_are_proven_together() -> None:
+    assert wide(1, layout=UNEVEN)["rows"][3][3:] == [3, [[3, 1], [0, 1], [1, 1]]]
+    lines = [wide(1), wide(2, layout=UNEVEN), wide(3)]
+    assert check_wide(lines) == LedgerReport(3, 270, 0, 0, 0, ())
+    report = check_wide([wide(1), wide(2, {1: [93, 93, 94]}, UNEVEN)])
+    assert report.wrong == ("step 2 of generation 1.1, replicas 0 to 2 fed sample 93 twice",)
+    moved = wide(1, layout=UNEVEN)
+    moved["rows"][3][4] = [[2, 1], [1, 1], [1, 1]]  # as many, elsewhere
+    assert "fed other tokens than rows 27..31 hold" in check_wide([moved]).wrong[0]
+
+
+@pytest.mark.parametrize("runs", [[[3, 2]], [[3, 4]], [[3, 0], [3, 3]], [[-1, 3]], [3], [["3", 3]], 7])
+def test_rows_of_replicas_that_are_not_theirs_are_refused(runs: Any) -> None:
+    bad = wide(1, layout=UNEVEN)
+    bad["rows"][0][4] = runs
+    assert "is not a ledger line" in check_wide([bad]).wrong[0]
 
 
 def test_shared_rows_that_do_not_fit_their_replicas_are_refused() -> None:

@@ -17,7 +17,7 @@ from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.config.schema.service import FAULT_TARGETS, ChaosFault, FaultName
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
-from picotron_ray.runtime.chaos.faults import FAULTS, NodeFault, ProcessFault
+from picotron_ray.runtime.chaos.faults import FAULTS, NodeFault, ProcessFault, SpeedFault
 from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 
 
@@ -62,6 +62,24 @@ def test_a_worker_is_struck_at_its_rank_step_and_phase(tmp_path: Path, struck: l
     again.rank = 1
     again(6, "reduce")
     assert struck == ["kill"]
+
+
+def test_a_slow_worker_is_told_how_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+
+    class NotedSlow(SpeedFault, name="noted slow"):
+        def strike(self, row_s: float) -> None:
+            told.append(row_s)
+
+    monkeypatch.setitem(FAULTS, "slow", FAULTS.pop("noted slow"))
+    faults = tuple(
+        ChaosFault(fault="slow", target="worker:0", step=at, row_s=s) for at, s in ((2, 0.5), (4, 0))
+    )
+    chaos = WorkerChaos(faults, lambda: LocalStorage(str(tmp_path), "run"))
+    chaos.rank = 0
+    for step in range(1, 6):
+        chaos(step, "forward")
+    assert told == [0.5, 0]
 
 
 def test_the_coordinator_strikes_nodes_and_itself(struck: list[Any]) -> None:

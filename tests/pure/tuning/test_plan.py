@@ -14,6 +14,7 @@ from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.search import choose_layout
 from tuning import plan
 from tuning.plan import SweepOptions
+from tuning.spaces import LAYOUT, with_point
 
 JOB = load_job("quickstart", ["chaos=[]"])
 
@@ -38,7 +39,9 @@ def test_candidates_are_the_planners_layouts_first_then_other_micro_batches() ->
 
 def test_a_trial_runs_that_layout_and_no_other() -> None:
     layout = Layout(dp=2, tp=2, micro_batch=4)
-    job = plan.trial_job(JOB, options(steps=30), "sweep.t1", layout, 0.01, "/tmp/runs")
+    point = {LAYOUT: str(layout), "optimizer.learning_rate": 0.01}
+    asked = with_point(JOB, point, {str(layout): layout}).model_dump(mode="json")
+    job = plan.shortened(asked, 30, "sweep.t1", "/tmp/runs")
     assert choose_layout(job, 4).layout == layout
     assert (job.cluster.min_workers, job.cluster.max_workers) == (4, 4)
     assert (job.name, job.steps, job.optimizer.learning_rate) == ("sweep.t1", 30, 0.01)
@@ -46,12 +49,12 @@ def test_a_trial_runs_that_layout_and_no_other() -> None:
     assert job.model == JOB.model
     assert job.data == JOB.data
     with pytest.raises(ConfigError, match="warmup_steps"):
-        plan.trial_job(JOB, options(steps=10), "sweep.t1", layout, 0.01, "/tmp/runs")
+        plan.shortened(asked, 10, "sweep.t1", "/tmp/runs")
 
 
 @pytest.mark.parametrize("layout", plan.candidates(JOB, options(trials=60), CPU), ids=str)
 def test_the_recipe_gives_the_best_layout_and_names_no_more_than_it_must(layout: Layout) -> None:
-    found = plan.recipe(JOB, layout, 0.02, CPU)
+    found = plan.recipe(with_point(JOB, {"optimizer.learning_rate": 0.02}, {}), layout, CPU)
     job = parse_job(found)
     assert choose_layout(job, layout.world_size).layout == layout
     assert job.optimizer.learning_rate == 0.02
@@ -67,14 +70,17 @@ def test_rates_are_spread_evenly_in_their_logarithm_around_the_jobs_own() -> Non
     assert plan.learning_rates(options(), JobConfig(), 1) == [1e-3]
 
 
-def test_the_best_row_is_a_finished_one() -> None:
-    rows = [
-        {"trial": "a", "status": "finished", "reason": "", "eval_loss": 2.0},
-        {"trial": "b", "status": "stopped", "reason": "", "eval_loss": 1.0},
-        {"trial": "c", "status": "finished", "reason": "", "eval_loss": 1.5},
-        {"trial": "d", "status": "failed", "reason": "oom", "eval_loss": None},
-    ]
-    assert plan.best_row(rows, "eval_loss", "min")["trial"] == "c"
-    assert plan.best_row(rows, "eval_loss", "max")["trial"] == "a"
-    with pytest.raises(ConfigError, match="d: failed: oom"):
-        plan.best_row(rows[3:], "eval_loss", "min")
+def test_a_trial_takes_the_weights_that_its_job_takes() -> None:
+    raw = JOB.model_dump(mode="json")
+    raw["init_from"]["run"] = "first"
+    job = plan.shortened(raw, 30, "sweep.t1", "/tmp/runs")
+    assert job.init_from.url == JOB.storage.url, "where null meant the job's own storage"
+
+
+def test_a_trial_of_the_quickstart_has_its_faults_up_to_its_end() -> None:
+    raw = load_job("quickstart", []).model_dump(mode="json")
+    assert raw["chaos"], "a worker is killed at step 100"
+    assert plan.shortened({**raw}, 20, "sweep.t1", "/tmp/runs").chaos == ()
+    assert len(plan.shortened({**raw}, 100, "sweep.t1", "/tmp/runs").chaos) == 1
+    job = plan.shortened({**raw}, 10, "sweep.t1", "/tmp/runs", by_speed=True)
+    assert job.optimizer.schedule.warmup_steps == 10

@@ -16,6 +16,9 @@ from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.planner.search import choose_layout, layouts
 from tuning import commands, spaces
 from tuning.objectives import Objective, front, parse_objective, score
+from tuning.parts import MemberRun, job_of_part
+from tuning.points import Explored, fixed_points
+from tuning.spaces import Choice, Range
 from tuning.study_options import StudyOptions
 from tuning.study_report import as_html
 
@@ -40,9 +43,19 @@ def row(name: str, status: str = "finished", **figures: Any) -> dict[str, Any]:
         ({"search": "guess"}, [], "saw 'guess'"),
         ({"objective": "speed"}, [], "that trials report"),
         ({"objective": "loss,tokens_per_s", "search": "cma-es"}, [], "several figures"),
+        ({"objective": "loss,tokens_per_s", "search": "pbt"}, [], "several figures, which pbt"),
+        ({"search": "pbt", "scheduler": "asha"}, [], "take one of the two"),
+        ({"search": "tpe", "scheduler": "pb2"}, [], "take one of the two"),
+        ({"search": "pbt", "trials": 1}, [], "at least 2 for a population"),
+        ({"search": "pbt", "steps": 1}, [], "no exchange"),
+        ({"search": "pbt", "population": 17}, [], "more than the 16 trials"),
+        ({"search": "pb2"}, ["data.global_batch=16,32"], "take pbt"),
+        ({"search": "pbt"}, ["model.layers=2,4"], "cannot change in weights"),
+        ({"interval": 5}, [], "without pbt or pb2"),
         ({}, ["model.nothing=1,2"], "expected a key of the config"),
         ({}, ["data.global_batch=2..1"], "expected key="),
         ({}, ["layout.tp=3,5"], "every point is infeasible"),
+        ({}, ["data.global_batch=16,32", "accumulation=16,32", "layout.dp=4"], "every point is infeasible"),
     ],
 )
 def test_contradictions_are_one_line_each_before_ray(
@@ -102,6 +115,54 @@ def test_a_front_keeps_what_no_other_beats() -> None:
                     "trials": rows, "failed": 1})  # fmt: skip
     assert page.count("<polyline") == page.count("<circle") == 3
     assert "http" not in page
+
+
+def test_a_diverged_trial_is_no_best_one() -> None:
+    rows = [row("a", eval_loss=float("nan")), row("b", eval_loss=2.0), row("c", eval_loss=None)]
+    assert [each["trial"] for each in front(rows, Objective(("eval_loss",)))] == ["b"]
+
+
+def test_words_stand_for_the_axes_that_a_layout_study_knows() -> None:
+    words = ["micro-batch", "recompute", "schedule", "communication", "kernels"]
+    space, known, seeds = commands.space_of(JOB, options("layout"), words)
+    assert set(space) > {"layout.recompute", "layout.schedule", "comm.gradients", "kernels.loss"}
+    points = fixed_points(space, options("layout"), seeds, lambda point: feasible(point, known))
+    assert points is not None
+    assert len(points) == 16
+    for point in points:
+        spaces.with_point(JOB, point, known)  # raises where it is infeasible
+    first = {"layout": "dp4-tp1-pp1-mb8", "layout.schedule": "gpipe"}
+    with pytest.raises(ConfigError, match="changes nothing"):
+        spaces.with_point(JOB, first, known)
+
+
+def feasible(point: dict[str, Any], known: dict[str, Any]) -> bool:
+    return not spaces.why_not(JOB, point, known)
+
+
+def test_hyperparameters_have_the_ranges_that_are_stated() -> None:
+    space, _, _ = commands.space_of(JOB, options(steps=50_000), [])
+    assert space["optimizer.learning_rate"] == Range(1e-6, 1e-2, log=True)
+    assert space["data.global_batch"] == Choice((16, 32, 64, 128, 256))
+    assert space["accumulation"] == Choice((1, 2, 4, 8, 16, 32))
+    assert space["optimizer.schedule.warmup_steps"] == Range(0, 10_000, whole=True)
+    assert space["optimizer.weight_decay"] == Range(0.0, 0.1)
+    assert space["data.sequence_length"] == Choice((128, 64, 256))
+
+
+def test_explored_values_stay_in_their_axes() -> None:
+    explored = Explored({"a": Range(0, 10, whole=True), "b": Range(1e-4, 1e-2, log=True)})
+    assert explored({"a": 7.6, "b": 1.0, "c": "x"}) == {"a": 8, "b": 1e-2, "c": "x"}
+
+
+def test_a_member_that_takes_over_trains_the_steps_that_are_left() -> None:
+    part = MemberRun("s.t1", "s.t1-abc", before_steps=12, origin_run="s.t2", origin_step=12)
+    job = JOB.model_copy(update={"name": "s.t1", "steps": 40})
+    found = job_of_part(job, part, 4)
+    assert (found.name, found.steps, found.seed) == ("s.t1-abc", 28, JOB.seed + 12)
+    assert (found.init_from.run, found.init_from.step, found.init_from.optimizer_state) == ("s.t2", 12, True)
+    assert found.checkpoint.interval_steps == found.evaluate.interval_steps == 4
+    assert found.checkpoint.keep_last >= 10, "a commit that another may still take over"
 
 
 def test_a_score_weighs_speed_memory_and_utilisation() -> None:

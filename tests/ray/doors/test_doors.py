@@ -128,11 +128,12 @@ def test_a_sweep_opens_the_dataset_once_and_ranks_layouts_once(
     from picotron_ray.runtime.driver import follow_run
     from picotron_ray.runtime.ray_cluster import connect
     from picotron_ray.runtime.ray_cluster.placement import NodeView
-    from tuning import stages, sweep
+    from tuning import connected, room, stages, sweep
 
     monkeypatch.setattr(connect, "connect", lambda job: None)
     monkeypatch.setattr(follow_run, "take_down", lambda local: None)
-    monkeypatch.setattr(stages, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
+    monkeypatch.setattr(room, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
+    monkeypatch.setattr(connected, "_only_one", lambda name: True)
     monkeypatch.setattr(stages.Sweep, "run", lambda self: {"layouts": len(self._begin())})
     job = resolve_words("tiny", words, (PATHS,)).job
     options = sweep.SweepOptions(name="s", trials=4, steps=4)

@@ -1,0 +1,154 @@
+"""One experiment of Ray Tune's over a space, on a connected Ray; a second launch restores it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from ray import tune
+from rich.console import Console
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.datasheet import profile_of
+from picotron_ray.planner.search import choose_layout
+from picotron_ray.runtime.ray_train.result import filesystem_of
+from tuning import schedulers, searchers
+from tuning.budget import StudyBudget
+from tuning.errors import InterruptedSweepError
+from tuning.live_table import LiveTable
+from tuning.objectives import parse_objective
+from tuning.points import fixed_points
+from tuning.room import DRIVER_CPUS, device_of
+from tuning.spaces import Space, with_point
+from tuning.study_options import StudyOptions
+from tuning.trial import study_trial
+from tuning.trial_rows import rows_of
+
+ENDED = ("finished", "failed", "stopped")
+RETRIES = 1
+"""Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Space, options and job of an experiment, and where its trials go.
+
+    Args:
+        name: folder in the study's ``tune``.
+        job: the job that points change.
+        known: the layouts that points name.
+        seeds: points to try first.
+        concurrent: trials at once.
+    """
+
+    name: str
+    job: JobConfig
+    options: StudyOptions
+    space: Space
+    known: dict[str, Layout]
+    seeds: list[dict[str, Any]]
+    concurrent: int
+    console: Console
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per trial, run or restored; fewer than asked for only where the budget ended it.
+
+        Raises:
+            ConfigError: no point of the space is feasible.
+            InterruptedSweepError: it was told to stop.
+        """
+        fixed = fixed_points(self.space, self.options, self.seeds, self._feasible)
+        if fixed == []:
+            raise ConfigError("--space: every point is infeasible; widen it")
+        most = self.options.members or self.options.trials
+        count, points = (most, self.seeds[:most]) if fixed is None else (len(fixed), fixed)
+        self.console.print(self._headline(count), markup=False)
+        tuner = self._tuner(count, points)
+        with warnings.catch_warnings():  # Tune's advice on reusing actors is for whoever writes trainables
+            warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
+            grid = tuner.fit()
+        rows = rows_of(grid)
+        ended = len(rows) >= count and all(row["status"] in ENDED for row in rows)
+        if not ended and not _spent(tuner):
+            raise InterruptedSweepError(
+                f"study {self.options.name}: interrupted; the same command resumes it"
+            )
+        return rows
+
+    def _headline(self, count: int) -> str:
+        by = self.options.population_based or self.options.search
+        return (
+            f"study {self.options.name}: {count} trials by {by}, {self.concurrent} at once, for"
+            f" {self.options.objective}"
+        )
+
+    def _feasible(self, point: dict[str, Any]) -> bool:
+        try:
+            with_point(self.job, point, self.known)
+        except PicotronError:
+            return False
+        return True
+
+    def _tuner(self, count: int, points: list[dict[str, Any]]) -> tune.Tuner:
+        filesystem, path = filesystem_of(self.job.storage)
+        remote = filesystem if "://" in self.job.storage.url else None
+        where = f"{path}/{self.options.name}/tune"
+        trainable = tune.with_resources(
+            tune.with_parameters(study_trial, study=self._shared()), {"cpu": DRIVER_CPUS}
+        )
+        if tune.Tuner.can_restore(f"{where}/{self.name}", storage_filesystem=remote):
+            return tune.Tuner.restore(f"{where}/{self.name}", trainable, storage_filesystem=remote)
+        objective = parse_objective(self.options.objective)
+        asked: dict[str, Any] = {}
+        if len(objective.metrics) == 1:
+            asked = {"metric": objective.metrics[0], "mode": objective.modes[0]}
+        drawn = self.options.search in searchers.DRAWN
+        workers = {name: layout.world_size for name, layout in self.known.items()}
+        budget = StudyBudget(self.options, workers, self.job.cluster.max_workers, self.concurrent)
+        return tune.Tuner(
+            trainable,
+            param_space=searchers.domains(self.space),
+            tune_config=tune.TuneConfig(
+                **asked,
+                num_samples=count,
+                search_alg=searchers.searcher(self.options, objective, points, self.concurrent),
+                scheduler=schedulers.scheduler(self.options, self.space, self.concurrent),
+                max_concurrent_trials=None if drawn else self.concurrent,
+            ),
+            run_config=tune.RunConfig(
+                name=self.name,
+                storage_path=where,
+                storage_filesystem=remote,
+                failure_config=tune.FailureConfig(max_failures=RETRIES),
+                stop=budget,
+                callbacks=[budget, LiveTable(self.console, objective.metrics)],
+                verbose=0,
+            ),
+        )
+
+    def _shared(self) -> dict[str, Any]:
+        """Values that all trials share, as plain data."""
+        return {
+            "job": self.job.model_dump(mode="json"),
+            "options": self.options.model_dump(mode="json"),
+            "layouts": {name: layout.to_dict() for name, layout in self.known.items()},
+            "url": f"{self.job.storage.url.rstrip('/')}/{self.options.name}/runs",
+            "device": device_of(self.job),
+            "reference": self._reference(),
+            "concurrent": self.concurrent,
+        }
+
+    def _reference(self) -> float:
+        """Estimated tokens per second of the planner's first choice; what a score compares with."""
+        profile = profile_of(device_of(self.job))
+        chosen = choose_layout(self.job, self.job.cluster.max_workers, profile)
+        return self.job.data.global_batch * self.job.data.sequence_length / chosen.cost_s
+
+
+def _spent(tuner: tune.Tuner) -> bool:
+    """Whether its budget ended the experiment; after a restore that is not the budget made here."""
+    budget = tuner._local_tuner.get_run_config().stop if tuner._local_tuner else None
+    return isinstance(budget, StudyBudget) and budget.stop_all()

@@ -1,0 +1,59 @@
+"""Results of trials: rows of plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ray.tune import ResultGrid
+
+FIGURES = (
+    "step", "tokens_per_s", "loss", "eval_loss", "wall_s", "free_memory", "utilisation", "score", "ran",
+    "workers", "failures", "took_over",
+)  # fmt: skip
+
+
+def rows_of(grid: ResultGrid) -> list[dict[str, Any]]:
+    """One row per trial, in the order of their numbers."""
+    # The grid's own results leave out trials that never reported, and with them what they tried.
+    rows = [row_of(trial) for trial in grid._experiment_analysis.trials]
+    return sorted(rows, key=lambda row: str(row["trial"]))
+
+
+def row_of(trial: Any) -> dict[str, Any]:
+    """A trial as plain data: its point, its figures, and what became of it.
+
+    ``status``: finished; stopped (by the scheduler or the budget); failed, with a reason; running; or
+    unfinished, where the study was interrupted.
+    """
+    figures = trial.last_result or {}
+    status = _status(trial, figures)
+    return {
+        "trial": trial.trial_id,
+        "status": status,
+        "point": dict(trial.config),
+        **{name: _plain(figures.get(name)) for name in FIGURES},
+        "reason": _reason(trial) if status == "failed" else "",
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The value, or None for what JSON has no number for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _status(trial: Any, figures: Mapping[str, Any]) -> str:
+    if trial.status == "ERROR":
+        return "failed"
+    if figures.get("finished"):
+        return "finished"
+    if trial.status in ("RUNNING", "PAUSED"):
+        return "running" if trial.status == "RUNNING" else "paused"
+    return "stopped" if figures.get("done") else "unfinished"  # an interrupted Tune calls both terminated
+
+
+def _reason(trial: Any) -> str:
+    """The last line of the error that Tune kept, which is the exception with its message."""
+    lines = str(trial.get_error() or "").strip().splitlines()
+    return lines[-1].strip()[:500] if lines else "unknown"

@@ -3,7 +3,8 @@
 A step is a row of marks. Each says what begins there, and the time up to the next mark is its own, so that
 phases add up to the step. On a CPU a mark reads the host's clock. On CUDA it is an event on the current
 stream, read once the device has passed it, one or two steps later: nothing synchronises for it, and a phase
-in which the device waits for the host counts by the device's time.
+in which the device waits for the host counts by the device's time. An event costs the host a microsecond or
+two, so that only one step of `CUDA_EVERY` is measured there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 
 NO_STAGE = -1
+CUDA_EVERY = 4
+"""On CUDA one step of so many is measured."""
 MOST_PENDING = 4
 """Steps whose events are not read yet; of more the oldest is given up."""
 _PLACE = {name: place for place, name in enumerate(STEP_PHASES)} | {"clip": STEP_PHASES.index("optimizer")}
@@ -108,13 +111,13 @@ class HostClock(NoClock):
 
     Args:
         sink: is given each step.
-        stages: of the pipeline that this rank holds; of a rank with one, what belongs to no stage in
-            particular is its own.
+        stages: of the pipeline that this rank holds; None: there is no pipeline, and all that it computes is
+            of stage 0.
     """
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
-        self._sink, self._stages = sink, stages
-        self._alone = stages[0] if len(stages) == 1 else NO_STAGE
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
+        self._sink, self._stages = sink, (0,) if stages is None else stages
+        self._owner = 0 if stages is None else NO_STAGE  # of what is of no stage in particular
         self._step, self._fed = -1, Fed()
         self._keys: list[Key] = []  # of the marks of this step
         self._stamps: list[float] = []  # when they were made
@@ -173,7 +176,7 @@ class HostClock(NoClock):
             spent[key] = spent.get(key, 0.0) + after - at
         phase_s, stage_s = [0.0] * len(STEP_PHASES), dict.fromkeys(self._stages, 0.0)
         for key, seconds in spent.items():
-            phase, stage = (key, self._alone) if isinstance(key, str) else key
+            phase, stage = (key, self._owner) if isinstance(key, str) else key
             place = _PLACE.get(phase, _OTHER)
             phase_s[place] += seconds
             if place in _COMPUTES and stage in stage_s:
@@ -183,10 +186,11 @@ class HostClock(NoClock):
 
 
 class CudaClock(HostClock):
-    """Clock by events on the current stream of the device."""
+    """Clock by events on the current stream of the device, of one step of `CUDA_EVERY`."""
 
-    def __init__(self, sink: Sink, stages: tuple[int, ...] = (0,)) -> None:
+    def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None) -> None:
         super().__init__(sink, stages)
+        self._measures = False  # the step at hand
         self._events: list[torch.cuda.Event] = []  # in the place of stamps
         self._free: list[torch.cuda.Event] = []
         self._pending: deque[tuple[EndedStep, list[torch.cuda.Event]]] = deque()
@@ -194,14 +198,17 @@ class CudaClock(HostClock):
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
         self._free += self._events  # of a step that did not end
-        self._events = []
-        super().begin(step)
+        self._events, self._measures = [], step % CUDA_EVERY == 0
+        if self._measures:
+            super().begin(step)
 
     def waits(self, begins: bool) -> None:
         """Hear nothing: it is the device that waits."""
 
     def enter(self, phase: str, stage: int = NO_STAGE) -> None:
         """Begin a phase, or a pipeline stage's part of it."""
+        if not self._measures:
+            return
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
@@ -209,9 +216,10 @@ class CudaClock(HostClock):
 
     def end(self) -> None:
         """End the step, and hand those over that the device is through with."""
-        self.enter("other")
-        self._pending.append((self._ended(), self._events))
-        self._events = []
+        if self._measures:
+            self.enter("other")
+            self._pending.append((self._ended(), self._events))
+            self._events, self._measures = [], False
         while self._pending and self._pending[0][1][-1].query():
             step, events = self._pending.popleft()
             self._hand_over(step, [events[0].elapsed_time(event) / 1000 for event in events])
@@ -220,6 +228,6 @@ class CudaClock(HostClock):
             self._free += self._pending.popleft()[1]
 
 
-def step_clock(sink: Sink, stages: tuple[int, ...], device: torch.device) -> NoClock:
+def step_clock(sink: Sink, stages: tuple[int, ...] | None, device: torch.device) -> NoClock:
     """Return the clock for a device."""
     return (CudaClock if device.type == "cuda" else HostClock)(sink, stages)

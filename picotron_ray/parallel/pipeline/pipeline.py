@@ -140,6 +140,7 @@ class Pipeline:
 
         Returns: the unscaled loss sum (0 on all ranks but that of the last stage).
         """
+        self.on_action(WAITING, NO_STAGE)
         count, rows = inputs.shape[:2]
         runtime = self._runtime(count)
         self._weights, self._scale, self._sums = weights.flatten(), scale, []
@@ -151,7 +152,6 @@ class Pipeline:
         # the schedule cuts these as it cuts the rows, and keeps each with its micro-batch
         extra = {name: values.flatten(0, 1) for name, values in named.items()}
         SENT.add(PIPELINE, self._messages(runtime) * size_bytes(self._hidden))
-        self.on_action(WAITING, NO_STAGE)
         runtime.step(*fed, target=target, return_outputs=False, **extra)
         if not self._sums:
             return torch.zeros((), device=self._device)

@@ -79,6 +79,18 @@ def metrics_lines(status: dict[str, Any]) -> list[str]:
     return [*lines, f"all of them, for Prometheus' file_sd_configs: {served['file']}"]
 
 
+def telemetry_lines(status: dict[str, Any]) -> list[str]:
+    """Parts of a step, the largest first; nothing before the first figures."""
+    told = status.get("telemetry")
+    if not told:
+        return []
+    step_s = told["step_s"]["mean"]
+    shares = {phase: window["mean"] / step_s for phase, window in told["phase_s"].items() if step_s}
+    parts = [f"{phase} {share:.0%}" for phase, share in sorted(shares.items(), key=lambda part: -part[1])]
+    shown = ", ".join(part for part in parts if not part.endswith(" 0%"))
+    return [f"a step takes {step_s:.3g} s over the last {told['steps']} steps: {shown}"]
+
+
 def worker_lines(status: dict[str, Any]) -> list[str]:
     """The workers of the present generation by rank, with the process of each where its page is known."""
     lines = []
@@ -175,6 +187,7 @@ def status_lines(seen: dict[str, Any]) -> list[str]:
         return [end_line(seen), *(summary_lines(seen["summary"]) if seen["summary"] else ())]
     return [
         progress_line(seen),
+        *telemetry_lines(seen),
         *worker_lines(seen),
         *submission_lines(seen),
         *metrics_lines(seen),

@@ -99,7 +99,7 @@ class StepTelemetry:
         self._page, self._id, self._rank = page, spec.id, rank
         nodes = Counter(member.node for member in spec.members)
         self._memory = DeviceMemory(device, nodes[spec.members[rank].node])
-        self._steps = 0
+        self._first = spec.resume_step + 1
 
     def __call__(self, times: StepTimes) -> None:
         """Write a row."""
@@ -109,7 +109,7 @@ class StepTelemetry:
             n=self._id.n,
             rank=self._rank,
             step=times.step,
-            ordinal=self._steps,
+            ordinal=times.step - self._first,
             step_s=times.step_s,
             row_s=times.row_s,
             phase_s=times.phase_s,
@@ -120,7 +120,6 @@ class StepTelemetry:
             memory=self._memory(),
         )
         self._page.write(row)
-        self._steps += 1
 
 
 def generation_clock(
@@ -129,7 +128,8 @@ def generation_clock(
     """Return the clock of a generation's steps, which writes to ``page``; None: nothing is measured."""
     if page is None:
         return NoClock()
-    stages = spec.layout.rank_stages(spec.layout.coordinates(rank).pp)
+    layout = spec.layout
+    stages = layout.rank_stages(layout.coordinates(rank).pp) if layout.pp > 1 else None
     clock = step_clock(StepTelemetry(page, spec, rank, device), stages, device)
     listen(clock.waits)
     return clock

@@ -20,7 +20,9 @@ from picotron_ray.train.step_clock import NoClock
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2)
-SPEC = GenerationSpec(GenerationId(2, 3), (Member("a", "n1"), Member("b", "n1")), LAYOUT, Source("init"), "")
+SPEC = GenerationSpec(
+    GenerationId(2, 3), (Member("a", "n1"), Member("b", "n1")), LAYOUT, Source("init", 40), ""
+)
 
 
 def step(clock: NoClock, number: int) -> None:
@@ -54,7 +56,7 @@ def test_steps_of_a_generation_reach_the_page(tmp_path: Path) -> None:
 def test_the_next_generation_counts_its_steps_anew(tmp_path: Path) -> None:
     page = make_page(tmp_path, "b", CPU, 60.0)
     for _ in range(2):
-        step(generation_clock(page, SPEC, 0, CPU), 50)
+        step(generation_clock(page, SPEC, 0, CPU), 41)
     found = read_rows(tmp_path / "b.telemetry")
     assert found is not None
     assert [row.ordinal for row in found.rows] == [0, 0]

@@ -12,7 +12,7 @@ import torch
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train import step_clock
-from picotron_ray.train.step_clock import CudaClock, Fed, HostClock, NoClock, StepTimes
+from picotron_ray.train.step_clock import CUDA_EVERY, CudaClock, Fed, HostClock, NoClock, StepTimes
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.telemetry_jobs import timed_steps
@@ -53,12 +53,14 @@ def phase_s(steps: list[tuple[StepTimes, float]], *phases: str) -> float:
 def test_phases_add_up_to_the_step_as_it_is_seen_from_outside(pool: Pool, layout: Layout) -> None:
     for rank, steps in enumerate(take(pool, layout, dict.fromkeys(range(layout.world_size), 0.005))):
         for times, outside_s in steps:
-            assert sum(times.phase_s) == pytest.approx(outside_s, rel=0.01, abs=2e-4)
+            assert sum(times.phase_s) <= outside_s
             assert times.step_s == pytest.approx(sum(times.phase_s))
             assert min(times.phase_s) >= 0.0
-            assert sum(times.stage_s.values()) * times.fed.micro_batches == pytest.approx(
-                times.row_s * times.fed.computed_rows
-            )
+            computed_s, staged_s = times.row_s * times.fed.computed_rows, sum(times.stage_s.values())
+            prepared_s = computed_s - staged_s * times.fed.micro_batches  # the batch, for a pipeline
+            assert prepared_s == pytest.approx(0.0, abs=1e-9 if layout.pp == 1 else 0.005)
+        missing = median(1 - times.step_s / outside_s for times, outside_s in steps)
+        assert missing < 0.01, "a busy machine may stop a rank between two clocks, but not mostly"
         at = layout.coordinates(rank)
         assert [times.step for times, _ in steps] == list(range(1, STEPS + 1))
         assert tuple(steps[0][0].stage_s) == layout.rank_stages(at.pp)
@@ -185,19 +187,18 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Event", lambda **words: made.append(Event(**words)) or made[-1])
     found: list[StepTimes] = []
     clock = CudaClock(found.append)
-    for step in range(1, 9):
+    for step in range(4 * CUDA_EVERY + 1):
         clock.begin(step)
         for phase in ("forward", "backward", "optimizer"):
             Event.now_ms += 10.0
             clock.enter(phase)
         Event.now_ms += 10.0
         clock.end()
-        if step > 1:
-            Event.passed_ms = Event.now_ms - 40.0  # the step before
-    assert [times.step for times in found] == list(range(1, 7)), "one or two steps late"
+        Event.passed_ms = Event.now_ms - 50.0  # within the step before
+        assert len(made) <= 2 * 5, "events are used again"
+    assert [times.step for times in found] == [0, CUDA_EVERY, 2 * CUDA_EVERY, 3 * CUDA_EVERY], "late"
     assert all(times.step_s == pytest.approx(0.04) for times in found)
     assert found[0].phase_s[:3] == pytest.approx((0.01, 0.01, 0.01))
-    assert len(made) == 3 * 5, "events are used again"
 
 
 def test_a_device_that_falls_behind_costs_steps_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

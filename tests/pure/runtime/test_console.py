@@ -25,6 +25,7 @@ from picotron_ray.runtime.driver.console import (
     submission_lines,
     summary_lines,
     table,
+    telemetry_lines,
     worker_lines,
 )
 
@@ -65,6 +66,20 @@ def test_addresses_of_metrics() -> None:
         f"metrics of {'n' * 16}: http://h:2/metrics",
         "all of them, for Prometheus' file_sd_configs: /f.json",
     ]
+
+
+def test_the_parts_of_a_step_are_told_the_largest_first() -> None:
+    window = {"mean": 0.0, "max": 0.0, "min": 0.0, "std": 0.0}
+    means = {"forward": 0.1, "backward": 0.25, "bubble": 0.001, "reduce": 0.049}
+    told = {
+        "steps": 97,
+        "step_s": {**window, "mean": 0.4},
+        "phase_s": {phase: {**window, "mean": mean} for phase, mean in means.items()},
+    }
+    assert telemetry_lines({**STATUS, "telemetry": told}) == [
+        "a step takes 0.4 s over the last 97 steps: backward 62%, forward 25%, reduce 12%"
+    ]
+    assert telemetry_lines({**STATUS, "telemetry": None}) == telemetry_lines(STATUS) == []
 
 
 def test_workers_by_rank_with_the_step_at_hand() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,33 @@ def test_a_row_that_is_half_written_is_left_out(path: Path) -> None:
             new[first : first + cut] == old[first : first + cut] or new[first + cut :] == old[first + cut :]
         )
         assert steps[0] == 1 or whole, cut
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from picotron_ray.runtime.telemetry_page import TelemetryPage
+from tests.pure.runtime.test_telemetry_page import ROW
+page = TelemetryPage(Path(sys.argv[1]))
+for step in range(1, 30_001):
+    page.write(replace(ROW, step=step, ordinal=step, phase_s=(float(step),) * 9, stage_s={0: float(step)}))
+"""
+
+
+def test_rows_are_whole_while_another_process_writes(path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=Path(__file__).parents[3]) as writer:
+        seen, last = 0, 0
+        while writer.poll() is None or last < 30_000:
+            found = read_rows(path)
+            if found is None:
+                continue
+            seen += len(found.rows)
+            last = max((row.step for row in found.rows), default=0)
+            for row in found.rows:
+                assert {*row.phase_s, *row.stage_s.values()} == {float(row.step)}
+    assert writer.returncode == 0
+    assert seen > 1000
 
 
 @pytest.mark.parametrize("garbage", [b"", b"x", b"\xff" * SIZE, bytes(SIZE), b"\0" * (SIZE - 1)])

@@ -41,7 +41,7 @@ def timed_steps(
     feeds = (batch(config, layout, at.dp, n) for n in count(1))
     loop = loop_of(config, layout, job.rank, engine, feeds)
     found: list[StepTimes] = []
-    loop.clock = HostClock(found.append, layout.rank_stages(at.pp))
+    loop.clock = HostClock(found.append, layout.rank_stages(at.pp) if layout.pp > 1 else None)
     engine.watch(loop.clock.enter)
     listen(loop.clock.waits)
     outside = []

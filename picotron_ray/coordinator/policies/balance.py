@@ -18,10 +18,12 @@ from picotron_ray.coordinator.policies.suggestions import ROOM, Scene, Suggestio
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.model_sizes import head_blocks, stage_depth
-from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, step_s_by_speed
+from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, rows_by_speed, step_s_by_speed
 
 MOST_TRIED = 8
 """Sizes of a micro-batch, from one row on, that rows are shared out in."""
+MANY = 1 << 16
+"""Replicas times rows above which one size alone is looked at: the coordinator's loop waits meanwhile."""
 
 
 def rows_suggestion(
@@ -46,10 +48,20 @@ def rows_suggestion(
         even = replace(layout, replica_rows=())
         yield Suggestion("rows", scene.settings, layout=even, saves=_saves(scene, even, after), avoid=avoid)
         return
-    most = min(batch, max(layout.micro_batch, MOST_TRIED))
-    found = layout_by_speed(layout, row_s, batch, most, lambda other: _fits(scene, other))
+    found = _by_speed(scene, row_s)
     if found != layout:
         yield Suggestion("rows", scene.settings, layout=found, saves=_saves(scene, found, row_s))
+
+
+def _by_speed(scene: Scene, row_s: Sequence[float]) -> Layout:
+    """The layout with rows by speed; where there are very many, in micro-batches of the size that runs."""
+    layout, batch = scene.layout, scene.job.data.global_batch
+    if layout.dp * batch <= MANY:
+        most = min(batch, max(layout.micro_batch, MOST_TRIED))
+        return layout_by_speed(layout, row_s, batch, most, lambda other: _fits(scene, other))
+    found = replace(layout, replica_rows=rows_by_speed(row_s, batch, layout.micro_batch))
+    faster = step_s_by_speed(found, row_s, batch) < step_s_by_speed(layout, row_s, batch)
+    return found if faster and _fits(scene, found) else layout
 
 
 def _fits(scene: Scene, layout: Layout) -> bool:

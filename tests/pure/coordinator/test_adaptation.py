@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies.balance import rows_suggestion
+from picotron_ray.coordinator.policies.suggestions import Scene
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.rebalance import step_s_by_speed
 from tests.support.runs.adaptive_world import (
     AdaptiveWorld,
@@ -291,3 +295,19 @@ def test_uneven_rows_do_not_outlive_their_workers() -> None:
     out += there.answer(out, snapshot(spec, there.step))
     assert there.spec.id != spec.id
     assert there.spec.layout.replica_rows == ()
+
+
+def test_a_thousand_replicas_are_balanced_in_the_blink_of_an_eye() -> None:
+    layout = Layout(dp=1024, micro_batch=4)
+    row_s = tuple(3.0 if at == 7 else 1.0 + 0.001 * (at % 40) for at in range(1024))
+    config = rows_job(data__global_batch=4096, layout__dp=1024, cluster__max_workers=1024)
+    figures = replace(plain_figures(12.0), replica_row_s=row_s, replica_rows=even_rows(layout, 4096))
+    scene = Scene(config, layout, (), figures, m.LayoutQuestion(1024))
+    members = [m.Member(f"w{at}", "a") for at in range(1024)]
+    began = time.perf_counter()
+    (found,) = rows_suggestion(scene, [7], members, spares=0)
+    assert time.perf_counter() - began < 1.0
+    assert found.layout is not None
+    assert found.layout.replica_rows[7] < 4
+    assert sum(found.layout.replica_rows) == 4096
+    assert found.saves == pytest.approx(0.5, abs=0.05)

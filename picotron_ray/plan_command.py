@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,14 @@ SizeFile = Annotated[
 ]
 
 
+CalibrationWord = Annotated[
+    str,
+    typer.Option(
+        "--calibration", help="auto: by runs that were measured on such hardware here; none; or a file"
+    ),
+]
+
+
 def plan(
     config: SomeConfig = None,
     overrides: Overrides = None,
@@ -61,6 +70,7 @@ def plan(
     losing: Losing = None,
     what_for: Purpose = "run",
     write_size: SizeFile = None,
+    calibration: CalibrationWord = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -77,15 +87,19 @@ def plan(
         from picotron_ray.planner import goals
         from picotron_ray.planner.hardware import hardware as named
         from picotron_ray.planner.plan_text import plan_lines, run_lines
+        from picotron_ray.runtime.calibrated_hardware import calibrated_hardware, correction_lines
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
         _check_purpose(what_for, write_size)
         job = shape_of(config, overrides or [], gpus)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
-        found = goals.plan_for(job, gpus, named(hardware, job.precision), asked, time.perf_counter)
+        devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
+        found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
         run = goals.run_estimate(found, asked)
         value, lines = {**found.to_dict(), "goal": goal}, [*plan_lines(found), *run_lines(run)]
+        value["calibration"] = {**asdict(fixed.factors), "why": fixed.why, "file": path and str(path)}
+        lines += correction_lines(fixed, path)
         if run is not None:
             value |= {"run_hours": run.hours, "run_price": run.price}
         if what_for == "cluster":

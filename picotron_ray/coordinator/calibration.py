@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.calibration import StepWindow, drifted, ratio_of
+from picotron_ray.planner.calibration import NONE
+
+CALIBRATION = "calibration"
+"""Kind of the alerts that tell a generation's steps against their estimate."""
 
 
 def calibrate(memory: MachineMemory) -> None:
@@ -39,6 +43,8 @@ def _tell(memory: MachineMemory, measured_s: float, estimated_s: float, before: 
     )
     if before:
         text += f"; before it was {before:.3g} times: look for a slow device, link or source of data"
+    if memory.calibration != NONE:
+        text += f"; the estimate is corrected by {memory.calibration}"
     figures = {"predicted_s": estimated_s, "measured_s": measured_s, "ratio": ratio}
     level = "warning" if before and ratio > before else "info"
-    memory.alert(level, "calibration", text, layout=layout, step=memory.seen_step, **figures)  # type: ignore[arg-type]
+    memory.alert(level, CALIBRATION, text, layout=layout, step=memory.seen_step, **figures)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.drains import notice, save
 from picotron_ray.coordinator.fenced_end import fenced_end
+from picotron_ray.coordinator.figures_heard import finding, measured
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
@@ -365,12 +366,6 @@ def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
         save(memory)
 
 
-def measured(memory: MachineMemory, event: m.Measured) -> None:
-    """Keep the newest figures of the running generation; those of another one say nothing of it."""
-    if memory.spec is not None and event.generation == memory.spec.id:
-        memory.figures = event
-
-
 def tick(memory: MachineMemory, event: m.Tick) -> None:
     """Change nothing: all that is due at a time is found afterwards."""
 
@@ -395,5 +390,6 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.UserRequest: user_request,
     m.Planned: planned,
     m.Measured: measured,
+    m.BottleneckReport: finding,
     m.Tick: tick,
 }

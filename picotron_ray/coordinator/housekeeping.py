@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from picotron_ray.coordinator.adaptation import adapt
 from picotron_ray.coordinator.calibration import calibrate
 from picotron_ray.coordinator.drains import reason_to_leave, save
 from picotron_ray.coordinator.generation_stop import blame, kill, leave, sweep_dying
@@ -161,7 +162,7 @@ def start_workers(memory: MachineMemory) -> None:
 
 
 def step_running(memory: MachineMemory) -> None:
-    """Stop a healthy generation for a request, a drain, or a layout that would make it faster.
+    """Stop a healthy generation for a request, a drain, a layout that would make it faster, or a change.
 
     Where nothing stops it, a checkpoint that was asked for before it trained is made up for.
     """
@@ -174,6 +175,7 @@ def step_running(memory: MachineMemory) -> None:
         (reason := _drains(memory)) is not None
         or (reason := _grows(memory)) is not None
         or (reason := better_plan(memory)) is not None
+        or (reason := adapt(memory)) is not None
     ):
         leave(memory, reason)
     elif memory.save_asked and memory.progressed:
@@ -207,7 +209,9 @@ def _drains(memory: MachineMemory) -> str | None:
 
 def _grows(memory: MachineMemory) -> str | None:
     assert memory.spec is not None
-    spares = memory.roster.usable() if memory.roster.in_state("idle") else []
+    slow = memory.adaptation.avoid
+    idle = memory.roster.usable() if memory.roster.in_state("idle") else []
+    spares = [worker for worker in idle if worker.name not in slow]
     if not spares or memory.cap is not None or not memory.job.elastic.grow or not memory.progressed:
         return None
     key = (*memory.roster.version, memory.plans.changes, memory.spec.id)

@@ -41,7 +41,7 @@ def descend(parent: GenerationSpec | None, source: Source) -> tuple[Link, ...]:
 
 def slim(spec: GenerationSpec) -> GenerationSpec:
     """Leave out what a lineage does not need: a spec may name thousands of members and slots."""
-    return replace(spec, members=(), struck=(), source=replace(spec.source, slots=(), copies=()))
+    return replace(spec, members=(), struck=(), adapted=(), source=replace(spec.source, slots=(), copies=()))
 
 
 def may_count(
@@ -69,7 +69,8 @@ def trimmed(specs: Sequence[GenerationSpec], writers: Collection[GenerationId]) 
         return ()
     counting, last = may_count((spec.id for spec in specs), writers), specs[-1]
     found = [slim(spec) if spec.id in counting else replace(slim(spec), lineage=()) for spec in specs]
-    return (*found[:-1], replace(found[-1], members=last.members, struck=last.struck))
+    newest = replace(found[-1], members=last.members, struck=last.struck, adapted=last.adapted)
+    return (*found[:-1], newest)
 
 
 def ancestors(spec: GenerationSpec, since: GenerationId | None = None) -> list[GenerationSpec]:

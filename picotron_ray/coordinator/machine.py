@@ -129,6 +129,8 @@ class Machine:
             tuple(memory.unseen),
             tuple(memory.rescued),
             memory.window,
+            memory.adaptation,
+            memory.adapted,
         )
 
     def absorb(self, heartbeats: Iterable[tuple[float, Heartbeat]]) -> None:

@@ -13,9 +13,11 @@ from math import inf
 from typing import Any, Literal
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.adaptation_state import IDLE, AdaptState
 from picotron_ray.coordinator.append_queue import AppendQueue
 from picotron_ray.coordinator.checkpoint_tracker import CheckpointTracker, StateKey
 from picotron_ray.coordinator.messages import (
+    Adapted,
     Alert,
     Command,
     Commit,
@@ -26,6 +28,7 @@ from picotron_ray.coordinator.messages import (
     Measured,
     Member,
     Outcome,
+    Settings,
     SlotIdentity,
     SlotInfo,
     Source,
@@ -42,6 +45,7 @@ from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
 from picotron_ray.failures import FailureKind, Remedy
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE, Calibration
 
 START = "start"
 """Reason of a first generation."""
@@ -116,6 +120,10 @@ class MachineMemory:
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
     window: StepWindow | None = None  # of steps that are being measured
     figures: Measured | None = None  # newest telemetry; void where its generation is not ``spec``'s
+    adaptation: AdaptState = IDLE
+    settings: Settings = ()  # that the next generation runs with instead of the job's keys
+    adapted: tuple[Adapted, ...] = ()  # newest changes, as the next generation's spec has them
+    calibration: Calibration = NONE  # of the cost model, as it was known when the term began
     growth_of: tuple[object, ...] = ()  # roster, plans and generation for which growth was no gain
     struck: tuple[Strike, ...] = ()  # what ran out of memory, one for each size of device
     lately_gone: dict[str, tuple[Layout, str]] = field(default_factory=dict)  # worker: its layout and node
@@ -324,8 +332,13 @@ class MachineMemory:
         return self.limited(self.roster.question(workers, most))
 
     def limited(self, question: LayoutQuestion) -> LayoutQuestion:
-        """The question with the limit that is known for its devices."""
-        return replace(question, limit_bytes=limit_of(self.struck, question.device_bytes))
+        """The question with the limit that is known for its devices, and what else holds for all."""
+        return replace(
+            question,
+            limit_bytes=limit_of(self.struck, question.device_bytes),
+            settings=self.settings,
+            calibration=self.calibration,
+        )
 
     def _groups(self, workers: Workers) -> list[Workers]:
         everyone, *fewer = self.roster.by_device(workers) or [[]]

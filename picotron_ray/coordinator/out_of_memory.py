@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import WorkerExited
 from picotron_ray.coordinator.policies.memory_limit import strike
@@ -66,7 +67,7 @@ def strike_layout(memory: MachineMemory, layout: Layout, node: str, *, on_device
         return False
     device_bytes = 0 if known is None else known.device_bytes
     before = memory.struck
-    need = memory_estimate(memory.job, layout).total_bytes
+    need = memory_estimate(with_settings(memory.job, memory.settings), layout).total_bytes
     memory.struck = strike(before, device_bytes, need, str(layout))
     memory.exhausted, memory.plans.fresh = True, True
     if memory.struck != before:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from picotron_ray.coordinator.messages import LayoutQuestion, Planned
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE
 
 MOST_ANSWERS = 256
 MOST_MISSED = 8
@@ -36,16 +37,21 @@ class LayoutProposal(Protocol):
     def reason(self) -> str: ...
 
 
-Choose = Callable[[int, tuple[int, ...], int, int], LayoutProposal]
+Choose = Callable[..., LayoutProposal]
 """The planner, by the fields of a `LayoutQuestion`. It raises LayoutError where no layout fits."""
-Default = Callable[[Layout | None, int, tuple[int, ...], int, int], LayoutProposal | None]
+Default = Callable[..., LayoutProposal | None]
 """A layout that fits, in milliseconds: by the layout that ran last and the fields of a `LayoutQuestion`."""
 
 
-def no_default(
-    running: Layout | None, workers: int, node_sizes: tuple[int, ...], device_bytes: int, limit_bytes: int
-) -> None:
+def no_default(running: Layout | None, *question: object) -> None:
     """Know no default layout."""
+
+
+def fields_of(question: LayoutQuestion) -> tuple[Any, ...]:
+    """Fields of a question as `Choose` takes them; the last two only where they say something."""
+    plain = question.workers, question.node_sizes, question.device_bytes, question.limit_bytes
+    more = question.settings, question.calibration
+    return plain if more == ((), NONE) else (*plain, *more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +91,7 @@ class PlanBook:
     def _choose(self, question: LayoutQuestion) -> None:
         assert self.choose is not None
         try:
-            found = self.choose(
-                question.workers, question.node_sizes, question.device_bytes, question.limit_bytes
-            )
+            found = self.choose(*fields_of(question))
         except LayoutError as error:
             self._enter(question, None)
             self.refusals[question] = str(error).splitlines()[0]
@@ -119,28 +123,31 @@ class PlanBook:
 
     def stand_in(self, question: LayoutQuestion, running: Layout | None) -> ReadyPlan | None:
         """The cheapest layout that is known to fit without an answer; None where none is."""
-        found = self.default(
-            running, question.workers, question.node_sizes, question.device_bytes, question.limit_bytes
-        )
+        found = self.default(running, *fields_of(question))
         known = list(self._smaller(question))
         if found is not None:
             known.append(ReadyPlan(found.layout, found.cost_s, found.reason, planned=False))
         return min(known, key=lambda plan: (plan.cost_s, plan.layout), default=None)
 
     def _smaller(self, question: LayoutQuestion) -> Iterator[ReadyPlan]:
-        """Answers to questions of no more workers with the same devices."""
+        """Answers to questions of no more workers with all else the same."""
+        like = replace(question, workers=0, node_sizes=())
         for other, plan in self.answers.items():
-            same = (other.device_bytes, other.limit_bytes) == (question.device_bytes, question.limit_bytes)
+            same = replace(other, workers=0, node_sizes=()) == like
             if plan is not None and same and other.workers <= question.workers:
                 reason = f"{plan.reason}; taken for {question.workers} workers until they are planned for"
                 yield replace(plan, reason=reason, planned=False)
 
     def cost_s(self, layout: Layout, question: LayoutQuestion) -> float:
         """Seconds per step of a running layout; infinite where it may not run there."""
-        found = self.default(
-            layout, question.workers, question.node_sizes, question.device_bytes, question.limit_bytes
-        )
-        return found.cost_s if found is not None and found.layout == layout else float("inf")
+        return self.cost(layout, question)[0]
+
+    def cost(self, layout: Layout, question: LayoutQuestion) -> tuple[float, float]:
+        """As `cost_s`, and the part of it that the reduction of gradients takes (0: not told)."""
+        found = self.default(layout, *fields_of(question))
+        if found is None or found.layout != layout:
+            return float("inf"), 0.0
+        return found.cost_s, float(getattr(found, "reduce_s", 0.0))
 
     def to_ask(self, ahead: tuple[LayoutQuestion, ...], now: float) -> tuple[LayoutQuestion, ...]:
         """Questions to put now, where one of them is new: those missed, then those ``ahead``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import Event, NodeLost, PlanLayouts, Planned, Tick, WorkerExited
 from picotron_ray.coordinator.policies import replan
+from picotron_ray.coordinator.policies.adaptation import REASON
 from picotron_ray.coordinator.policies.plan_ahead import questions_ahead
 
 
@@ -53,6 +54,8 @@ def better_plan(memory: MachineMemory) -> str | None:
     if not plans.fresh or not memory.progressed or memory.cap is not None:
         return None
     plans.fresh = False
+    if spec.reason.startswith(REASON):  # measured, or about to be: that says more than an estimate
+        return None
     members = memory.living_members()
     everyone = [*members, *(worker for worker in memory.roster.usable() if not memory.is_member(worker.name))]
     found = memory.planned(everyone, min(len(everyone), memory.job.cluster.max_workers))

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from picotron_ray.coordinator.adaptation_launch import (
+    begin_change,
+    changed_choice,
+    fitting,
+    settle_change,
+    without_slow,
+)
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill, note_unsaved
 from picotron_ray.coordinator.lineage import on_lineage
@@ -168,6 +175,7 @@ def _decide(memory: MachineMemory) -> None:
     if memory.stop_requested or point.step >= memory.job.steps:
         _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
+    settle_change(memory)
     picked = pick(memory)
     if picked is None and (why_not := given_up(memory)):
         memory.verdict = why_not
@@ -231,7 +239,7 @@ def pick(memory: MachineMemory) -> tuple[ReadyPlan, tuple[Member, ...]] | None:
     least, most = memory.job.cluster.min_workers, min(len(usable), memory.job.cluster.max_workers)
     if most < least:
         return None
-    found = None
+    found = changed_choice(memory, usable) if memory.cap is None else None
     if memory.cap is not None:
         found = memory.choice(usable, min(most, memory.cap))
     if found is None:
@@ -240,9 +248,11 @@ def pick(memory: MachineMemory) -> tuple[ReadyPlan, tuple[Member, ...]] | None:
         return None
     choice, able = found
     previous = () if memory.spec is None else memory.spec.members
+    able = without_slow(able, set(memory.adaptation.avoid), choice.layout.world_size)
     members = choose_members(able, choice.layout.world_size, previous)
     domains = {node.name: node.domain for node in memory.roster.nodes.values() if node.domain}
-    return choice, spread(members, choice.layout, domains)
+    placed = spread(members, choice.layout, domains)
+    return fitting(choice, placed, previous), placed
 
 
 def _launch(
@@ -255,6 +265,7 @@ def _launch(
 ) -> None:
     """Start the next generation; its log entry is written meanwhile."""
     memory.generations += 1
+    begin_change(memory, choice)
     point = with_copies(point, held_slots(memory))
     spec = GenerationSpec(
         GenerationId(memory.term, memory.generations),
@@ -266,6 +277,8 @@ def _launch(
         memory.struck,
         rewinds,
         obeyed_step(memory),
+        memory.settings,
+        memory.adapted,
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))

@@ -40,6 +40,9 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
+    if memory.spec is not None:
+        memory.settings, memory.adapted = memory.spec.settings, memory.spec.adapted
+    memory.calibration = event.calibration
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step

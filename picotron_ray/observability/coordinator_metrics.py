@@ -153,6 +153,15 @@ ELASTIC = (
         ("origin",),
     ),
     Metric(
+        "picotron_elastic_adaptations_total",
+        "counter",
+        "decisions",
+        "Decisions of the adaptation loop, by kind of change: apply, kept, back (it hurt), void (its"
+        " generation ended before it was judged), dropped (something more urgent went before it).",
+        "coordinator",
+        ("change", "action"),
+    ),
+    Metric(
         "picotron_elastic_planner_seconds",
         "histogram",
         "seconds",

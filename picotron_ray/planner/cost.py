@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
@@ -44,7 +45,7 @@ from picotron_ray.planner.model_sizes import (
     tied_copy,
 )
 
-BUCKET_BYTES = 25e6  # gradients reduced per collective
+BUCKET_BYTES = 25e6  # gradients reduced per collective, where comm.bucket_mib is its default
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,8 @@ def _data(
     copies_link = group_link(profile, node_sizes, copies, layout.shards * layout.tp)
     gradients, weights = _wire_shares(job, profile)
     part = size / layout.shards
-    total = 2 * _pass(gradients * part, copies, part / BUCKET_BYTES, profile, copies_link)
+    buckets = part / (BUCKET_BYTES * job.comm.bucket_mib / CommConfig().bucket_mib)
+    total = 2 * _pass(gradients * part, copies, buckets, profile, copies_link)
     if layout.zero:
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
@@ -316,7 +318,15 @@ def _data(
 def _wire_shares(job: JobConfig, profile: DeviceProfile) -> tuple[float, float]:
     """Bytes on the wire of gradients and of gathered weights, as shares of what a rank stores of them."""
     stored, software = STATE_BYTES[job.precision], profile.software
-    return (software.gradient_bytes or stored) / stored, (software.gathered_bytes or stored) / stored
+    gradients = _compressed_bytes(job.comm) or software.gradient_bytes or stored
+    return gradients / stored, (software.gathered_bytes or stored) / stored
+
+
+def _compressed_bytes(comm: CommConfig) -> float:
+    """Bytes on the wire of a gradient that is compressed to a fixed width; 0: it is not."""
+    if comm.gradients == "int8":  # a scale of 4 bytes per 256 codes
+        return comm.bits / 8 + 4 / 256
+    return 2.0 if comm.gradients == "bf16" else 0.0
 
 
 def _exposed(

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.settings import with_settings
 from picotron_ray.config.validation.layout import Degrees, layout_problems
 from picotron_ray.config.validation.schedules import asked_pp, least_micro_batch
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE, Calibration, calibrated
 from picotron_ray.planner.candidates import Sharding, asked_degrees, candidate
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.datasheet import profile_of
@@ -25,10 +27,8 @@ PLAIN_TP = (1, 2, 4, 8)
 PLAIN_PP = (1, 2, 4, 8, 16)
 
 
-def default_planner(
-    job: JobConfig, device: str
-) -> Callable[[Layout | None, int, tuple[int, ...], int, int], PlannedLayout | None]:
-    """`default_layout` as the coordinator's machine asks it.
+def default_planner(job: JobConfig, device: str) -> Callable[..., PlannedLayout | None]:
+    """`default_layout` as the coordinator's machine asks it, with settings and calibration as `planner`.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
@@ -40,10 +40,18 @@ def default_planner(
     """
 
     def default(
-        running: Layout | None, workers: int, node_sizes: tuple[int, ...], device_bytes: int, limit_bytes: int
+        running: Layout | None,
+        workers: int,
+        node_sizes: tuple[int, ...],
+        device_bytes: int,
+        limit_bytes: int,
+        settings: tuple[tuple[str, str], ...] = (),
+        calibration: Calibration = NONE,
     ) -> PlannedLayout | None:
-        profile = profile_of(device, device_bytes)
-        return default_layout(job, running, workers, profile, node_sizes, limit_bytes)
+        profile = calibrated(profile_of(device, device_bytes), calibration)
+        return default_layout(
+            with_settings(job, settings), running, workers, profile, node_sizes, limit_bytes
+        )
 
     return default
 
@@ -68,9 +76,9 @@ def default_layout(
         for layout in layouts:
             fitting = _within(job, layout, budget)
             if fitting is not None:
-                cost_s = step_cost(job, fitting, profile, node_sizes).total_s
-                reason = f"{fitting}: {cost_s:.3g} s a step by estimate, by default ({origin}): no plan yet"
-                return PlannedLayout(fitting, cost_s, reason)
+                cost = step_cost(job, fitting, profile, node_sizes)
+                said = f"{cost.total_s:.3g} s a step by estimate, by default ({origin}): no plan yet"
+                return PlannedLayout(fitting, cost.total_s, f"{fitting}: {said}", reduce_s=cost.data_s)
     return None
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.settings import with_settings
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst
+from picotron_ray.planner.calibration import NONE, Calibration, calibrated
 from picotron_ray.planner.candidates import candidates
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.datasheet import profile_of
@@ -28,12 +30,14 @@ class PlannedLayout:
     """The layout to run, its estimated seconds per step, and the reason for taking it.
 
     ``runner_up`` names the next of another kind and says what it loses by; empty where there is none.
+    ``reduce_s`` is the part of ``cost_s`` that the reduction of gradients takes.
     """
 
     layout: Layout
     cost_s: float
     reason: str
     runner_up: str = ""
+    reduce_s: float = 0.0
 
 
 def layouts(job: JobConfig, workers: int, profile: DeviceProfile = CPU) -> list[Layout]:
@@ -82,8 +86,10 @@ def choose_layout(
     return best
 
 
-def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int, int], PlannedLayout]:
+def planner(job: JobConfig, device: str) -> Callable[..., PlannedLayout]:
     """`choose_layout` as the coordinator asks it: by workers, node sizes, device memory and its limit.
+
+    Then follow, where there are any, settings that hold instead of the job's keys, and a calibration.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
@@ -94,9 +100,15 @@ def planner(job: JobConfig, device: str) -> Callable[[int, tuple[int, ...], int,
     """
 
     def choose(
-        workers: int, node_sizes: tuple[int, ...] = (), device_bytes: int = 0, limit_bytes: int = 0
+        workers: int,
+        node_sizes: tuple[int, ...] = (),
+        device_bytes: int = 0,
+        limit_bytes: int = 0,
+        settings: tuple[tuple[str, str], ...] = (),
+        calibration: Calibration = NONE,
     ) -> PlannedLayout:
-        return choose_layout(job, workers, profile_of(device, device_bytes), node_sizes, limit_bytes)
+        profile = calibrated(profile_of(device, device_bytes), calibration)
+        return choose_layout(with_settings(job, settings), workers, profile, node_sizes, limit_bytes)
 
     return choose
 
@@ -129,7 +141,8 @@ def _cheapest(
     if len(search.found) > 1:
         costs = (step_cost(job, one, profile, node_sizes) for _, one in search.found)
         runner_up = f"{search.found[1][1]}: {why_dearer(*costs)}"
-    return PlannedLayout(layout, cost_s, reason, runner_up)
+    reduce_s = step_cost(job, layout, profile, node_sizes).data_s
+    return PlannedLayout(layout, cost_s, reason, runner_up, reduce_s)
 
 
 def why_dearer(best: StepCost, other: StepCost) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from picotron_ray.config.schema.adapt import AdaptConfig
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
@@ -68,6 +69,7 @@ class JobConfig(Section):
     comm: CommConfig = Field(default_factory=CommConfig, description="how gradients travel")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="a worker's memory")
     kernels: KernelsConfig = Field(default_factory=KernelsConfig, description="implementations")
+    adapt: AdaptConfig = Field(default_factory=AdaptConfig, description="changes while the run goes on")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="machines")
     elastic: ElasticConfig = Field(
         default_factory=ElasticConfig, description="failure detection and recovery"

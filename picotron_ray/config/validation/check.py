@@ -10,9 +10,17 @@ from __future__ import annotations
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import possible
-from picotron_ray.config.validation import comm, compute, kernels, memory, model, service
+from picotron_ray.config.validation import adapt, comm, compute, kernels, memory, model, service
 
-RULES = (*model.RULES, *compute.RULES, *comm.RULES, *kernels.RULES, *memory.RULES, *service.RULES)
+RULES = (
+    *adapt.RULES,
+    *model.RULES,
+    *compute.RULES,
+    *comm.RULES,
+    *kernels.RULES,
+    *memory.RULES,
+    *service.RULES,
+)
 
 
 def check(job: JobConfig) -> list[Problem]:

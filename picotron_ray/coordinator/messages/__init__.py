@@ -52,8 +52,9 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
-from picotron_ray.coordinator.messages.figures import STEP_PHASES, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import STEP_PHASES, BottleneckReport, Measured, RunFigures
 from picotron_ray.coordinator.messages.values import (
+    Adapted,
     BusyWorker,
     Commit,
     Fragment,
@@ -65,6 +66,7 @@ from picotron_ray.coordinator.messages.values import (
     NodeTraits,
     OutcomeKind,
     Rewind,
+    Settings,
     SlotIdentity,
     SlotInfo,
     Source,
@@ -75,12 +77,14 @@ from picotron_ray.coordinator.messages.values import (
 
 __all__ = [
     "STEP_PHASES",
+    "Adapted",
     "AgentRestarting",
     "Alert",
     "AppendCommit",
     "AppendGeneration",
     "Appended",
     "Begin",
+    "BottleneckReport",
     "BusyWorker",
     "CollectInventory",
     "Command",
@@ -115,6 +119,7 @@ __all__ = [
     "Rewind",
     "RunFigures",
     "RunGeneration",
+    "Settings",
     "SlotIdentity",
     "SlotInfo",
     "SnapshotSealed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from picotron_ray.coordinator.messages.figures import Measured
+from picotron_ray.coordinator.messages.figures import BottleneckReport, Measured
 from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
@@ -19,6 +19,7 @@ from picotron_ray.coordinator.messages.values import (
     Strike,
 )
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE, Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Begin:
     struck: tuple[Strike, ...] = ()  # of earlier terms, also what no generation has followed yet
     deaths: int = 0  # workers that earlier terms of this launch lost and did not replace
     step_s: float = 0.0  # longest time of a last step in what is running, as pages say; 0.0: they do not
+    calibration: Calibration = NONE  # of the cost model, by earlier runs on this cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,5 +288,6 @@ Event = (
     | UserRequest
     | Planned
     | Measured
+    | BottleneckReport
     | Tick
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from picotron_ray.config.schema.telemetry import STEP_PHASES as STEP_PHASES
 from picotron_ray.coordinator.messages.values import GenerationId
@@ -42,6 +43,28 @@ class RunFigures:
     allocated_bytes: int = 0
     utilization: float = 0.0
     ranks: int = 0
+
+
+Bottleneck = Literal["memory", "replica", "stage", "communication", "bubble", "compute", "idle"]
+"""Causes of a slow step, the most urgent first.
+
+``replica`` and ``stage``: one is slower than the others. ``idle``: neither computing nor memory is used much.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BottleneckReport:
+    """Bottleneck that somebody else found, such as a rule over metrics; it is weighed like one's own.
+
+    Fields:
+        source: who found it; a later finding of the same source replaces it.
+        text: what was seen, for people.
+    """
+
+    generation: GenerationId
+    bottleneck: Bottleneck
+    source: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

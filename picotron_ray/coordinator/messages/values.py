@@ -7,6 +7,7 @@ from typing import Literal
 
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE, Calibration
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -140,6 +141,10 @@ class NodeTraits:
     has_gpus: bool = False
 
 
+Settings = tuple[tuple[str, str], ...]
+"""Dotted config keys and their values as JSON, or plain words (``config.settings``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutQuestion:
     """Question to the planner: the cheapest layout on these workers.
@@ -149,12 +154,16 @@ class LayoutQuestion:
         node_sizes: how many of them stand on each node, in rank order.
         device_bytes: memory of the smallest device among theirs; 0: not known.
         limit_bytes: largest estimate of a worker's memory that it may have; 0: as the device allows.
+        settings: config keys that hold instead of the job's.
+        calibration: what was measured against the cost model.
     """
 
     workers: int
     node_sizes: tuple[int, ...] = ()
     device_bytes: int = 0
     limit_bytes: int = 0
+    settings: Settings = ()
+    calibration: Calibration = NONE
 
     def __hash__(self) -> int:
         """Hash without the nodes one by one: questions are looked up often, and name thousands of nodes."""
@@ -169,6 +178,30 @@ class Strike:
     limit_bytes: int
     layout: str  # that ran out last, by name
     drop: float  # share by which the limit is below its estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A change that the adaptation loop made, and what came of it.
+
+    Fields:
+        kind: of the change, as ``adapt.apply`` names it.
+        target: what was changed, and to what; the same words are not tried twice.
+        verdict: trial, as long as it is not judged; kept; back, taken back since it hurt; void, taken back
+            since the generation failed before it was judged.
+        expected: share of a step's seconds that it was to save.
+        before_s, after_s: seconds per step before it, and with it.
+        layout, settings: what a trial is taken back to.
+    """
+
+    kind: str
+    target: str
+    verdict: Literal["trial", "kept", "back", "void"]
+    expected: float
+    before_s: float
+    after_s: float = 0.0
+    layout: Layout | None = None
+    settings: Settings = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +222,8 @@ class GenerationSpec:
     struck: tuple[Strike, ...] = ()  # all that was known when it began, for later terms and launches
     rewinds: tuple[Rewind, ...] = ()  # all of the run's history, oldest first
     obeyed_step: int | None = None  # ``checkpoint.resume_step`` that it or an ancestor has gone back to
+    settings: Settings = ()  # config keys that it and its successors run with instead of the job's
+    adapted: tuple[Adapted, ...] = ()  # newest changes of the run, oldest first
 
     @property
     def resume_step(self) -> int:

@@ -10,7 +10,9 @@ failure   a process, node or slot is gone, stuck or        the ladder of ``failu
           damaged, or a step raised                        older state, fewer workers
 memory    a device or host ran out of memory               a layout that needs less
 numerics  a step's numbers are not finite, or a spike      left out, a rewind, or the end
-speed     a drain, room to grow, a straggler               another layout, at a step boundary
+speed     a drain, room to grow, a plan that came late     another layout, at a step boundary
+adapt     a bottleneck: a straggler, too little memory     a change that ``adapt`` permits, at a boundary,
+          left, waiting (its figures, rules of others)     measured, and kept or taken back
 ========  ===============================================  ==============================================
 
 An earlier concern may be what caused a later one: the numbers of a failing device are not to be trusted, and
@@ -32,6 +34,7 @@ class Concern(IntEnum):
     MEMORY = 1
     NUMERICS = 2
     SPEED = 3
+    ADAPTATION = 4
 
 
 def concern_of(kind: FailureKind, cause: str = "") -> Concern:

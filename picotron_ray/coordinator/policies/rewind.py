@@ -16,7 +16,7 @@ from picotron_ray.coordinator.messages import GenerationSpec, Rewind
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """Finding of the workers: a step whose numbers are not to be trained on, in their words."""
+    """BottleneckReport of the workers: a step whose numbers are not to be trained on, in their words."""
 
     step: int
     reason: str  # non-finite, spike

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.plan_book import Choose
+from picotron_ray.coordinator.plan_book import Choose, fields_of
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
@@ -33,7 +33,7 @@ def default(running: Layout | None, workers: int, *question: object) -> SimDefau
 def answer(choose: Choose, question: m.LayoutQuestion) -> m.Planned:
     """Answer one question."""
     try:
-        found = choose(question.workers, question.node_sizes, question.device_bytes, question.limit_bytes)
+        found = choose(*fields_of(question))
     except LayoutError as error:
         return m.Planned(question, reason=str(error))
     return m.Planned(question, found.layout, found.cost_s, found.reason)

@@ -44,6 +44,7 @@ from picotron_ray.runtime.coordinator.beginning import (
     open_event_log,
     tell_beginning,
 )
+from picotron_ray.runtime.coordinator.calibrations import Calibrations
 from picotron_ray.runtime.coordinator.closing import close_nodes, leave, leave_to_successor
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
@@ -99,6 +100,7 @@ class Coordinator:
             self._loop, self._cluster, self._store, self._record, self._dispatch, self._planner.ask
         )
         self._supervisor = self._executor.supervisor
+        self._calibrations = Calibrations(self._job, self._device, self._record, self._executor.spawn)
         self._evidence = Evidence(
             self._cluster.evidence,
             lambda: open_storage(self._job.storage, self._job.name),
@@ -258,6 +260,7 @@ class Coordinator:
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
+        guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)
 
@@ -299,7 +302,7 @@ class Coordinator:
             return
         kept = {} if running else await self._cluster.keeping(specs)
         past = self._cluster.traits, record.failed_s_ago(), kept, record.strikes, store.data, record.deaths
-        begin = begin_event(term, commits, specs, found, *past)
+        begin = await self._calibrations.begin(begin_event(term, commits, specs, found, *past))
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take(), *self._record.owed):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from picotron_ray.config.schema.adapt import KINDS
+from picotron_ray.coordinator.policies.adaptation import ACTIONS
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import REPORTED
 from picotron_ray.observability.catalogue import CATALOGUE
@@ -49,6 +51,11 @@ class CoordinatorFigures:
         for origin in ("planned", "default"):
             count = measured.plans.get(origin, 0)
             yield Sample("picotron_elastic_planned_generations_total", count, {"origin": origin})
+        for change in KINDS:
+            for action in ACTIONS:
+                count = measured.changes.get(f"{change} {action}", 0)
+                labels = {"change": change, "action": action}
+                yield Sample("picotron_elastic_adaptations_total", count, labels)
         searches = Distribution.of(measured.planned_s, PLAN_BUCKETS_S)
         yield Sample("picotron_elastic_planner_seconds", searches)
         yield Sample("picotron_elastic_lost_steps_total", sum(failure["lost_steps"] for failure in failures))

@@ -11,6 +11,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.adaptation import ADAPT
 from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.failures import FailureKind
@@ -78,6 +79,7 @@ class GenerationRecord:
     members_digest: str
     members: tuple[m.Member, ...] | None
     involved: frozenset[str]
+    settings: m.Settings = ()
 
     @classmethod
     def of(cls, spec: m.GenerationSpec) -> GenerationRecord:
@@ -93,6 +95,7 @@ class GenerationRecord:
             members_digest(spec.members),
             spec.members,
             involved_in(spec.members),
+            spec.settings,
         )
 
     @property
@@ -137,6 +140,7 @@ class Facts:
     evidence: dict[str, str] = field(default_factory=dict)  # name of what was found, by generation
     plans: Counter[str] = field(default_factory=Counter)  # layouts taken: planned, default
     planned_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # seconds per search
+    changes: Counter[str] = field(default_factory=Counter)  # decisions of adaptation: "kind action"
     strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
@@ -208,6 +212,7 @@ class Facts:
             evaluations=dict(self.evaluations),
             evidence=dict(self.evidence),
             plans=self.plans.copy(),
+            changes=self.changes.copy(),
         )
 
     @property
@@ -228,6 +233,8 @@ class Facts:
         self.noted[level] += 1
         if kind == "plan":
             self.plans["planned" if data["planned"] else "default"] += 1
+        elif kind == ADAPT and "change" in data:
+            self.changes[f"{data['change']} {data['action']}"] += 1
 
     def measured(self, leader: dict[str, Any]) -> MetricFacts:
         """Copy what metrics and trackers want.
@@ -245,6 +252,7 @@ class Facts:
             noted=dict(self.noted),
             evaluations=dict(self.evaluations),
             plans=dict(self.plans),
+            changes=dict(self.changes),
             planned_s=list(self.planned_s),
         )
 
@@ -259,6 +267,7 @@ class MetricFacts:
         noted: events for people, by level.
         evaluations: held-out loss by step, as far as heartbeats showed them.
         plans: layouts taken, by origin: ``planned``, or ``default`` where there was no answer yet.
+        changes: decisions of adaptation, by kind of change and action, with a blank between.
         planned_s: seconds that the planner's newest searches took.
     """
 
@@ -271,6 +280,7 @@ class MetricFacts:
     noted: dict[str, int]
     evaluations: dict[int, float]
     plans: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, int] = field(default_factory=dict)
     planned_s: list[float] = field(default_factory=list)
 
 
@@ -286,16 +296,6 @@ def goodput(facts: Facts, lived_s: float) -> float | None:
     """
     steps = facts.generations[-1].end_step - facts.generations[0].start_step if facts.generations else 0
     return min(1.0, steps * median_step_s(facts) / lived_s) if lived_s else None
-
-
-def gone_back(generations: list[GenerationRecord], spec: m.GenerationSpec) -> str:
-    """Say how many steps a generation from a commit goes back behind those before it; "": none."""
-    ran = max((record.end_step for record in generations[-1:]), default=0)
-    if spec.source.kind != "commit" or ran <= spec.resume_step:
-        return ""
-    return (
-        f"goes back {ran - spec.resume_step} steps, from step {ran} to the commit of step {spec.resume_step}"
-    )
 
 
 def strike_of(alert: m.Alert) -> tuple[m.Strike, ...]:
@@ -328,6 +328,7 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
         "start_step": record.start_step,
         "end_step": record.end_step,
         "reason": record.reason,
+        "settings": dict(record.settings),
     }
 
 

@@ -19,6 +19,7 @@ from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.bad_steps import BadSteps
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
+from picotron_ray.runtime.coordinator.going_back import gone_back
 from picotron_ray.runtime.coordinator.lived_time import LivedTime
 from picotron_ray.runtime.coordinator.obligations import Obligations
 from picotron_ray.runtime.coordinator.records import (
@@ -31,7 +32,6 @@ from picotron_ray.runtime.coordinator.records import (
     bounded,
     failure_ages_s,
     failure_entry,
-    gone_back,
     goodput,
     newest_step,
     places,

@@ -28,6 +28,7 @@ from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.store.verify import quarantine_chunk
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
+from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.errors import (
@@ -65,12 +66,13 @@ class GenerationRun:
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
         self.spec = spec
+        self._job = with_settings(resources.job, spec.settings)
         self.outcome: Outcome | None = None
         self.done = threading.Event()
         self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
         self._requests = Requests()
-        self._updates = UpdatePolicy(resources.job)
+        self._updates = UpdatePolicy(self._job)
         self._interrupted = False
         self._initial_weights: int | None = None  # version of those that the run began with
         self._tail = LedgerTail(resources.ledger)
@@ -80,9 +82,9 @@ class GenerationRun:
         self._memory = GenerationMemory(resources, spec, self.rank)
         self._work = StepWork.of(
             spec.layout,
-            resources.job.data.global_batch,
+            self._job.data.global_batch,
             warm=resources.stepped.issuperset(member.worker for member in spec.members),
-            compiles=compiles(resources.job),
+            compiles=compiles(self._job),
         )
         self._groups = ProcessGroups(
             host=store[0],
@@ -120,7 +122,7 @@ class GenerationRun:
         """Take part until the end of training, an interrupt or a fault; never raises."""
         bad: tuple[int, str] = (0, "")
         try:
-            with compile_phase(self._resources.page, self._resources.job):
+            with compile_phase(self._resources.page, self._job):
                 kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
@@ -156,31 +158,31 @@ class GenerationRun:
         page.put(clean=spec.resume_step)
         self._raise_if_interrupted()
         at = spec.layout.coordinates(self.rank)
-        eval_batches = resources.data.eval_batches(spec.layout, at.dp, resources.job.evaluate.samples)
-        if resources.job.adaptive_precision.error_bound is not None:
-            page.phase("evaluate", resources.job.elastic.first_step_timeout_s)
+        eval_batches = resources.data.eval_batches(spec.layout, at.dp, self._job.evaluate.samples)
+        if self._job.adaptive_precision.error_bound is not None:
+            page.phase("evaluate", self._job.elastic.first_step_timeout_s)
         if policy := self._engine.adapt(eval_batches):
             full = sorted(set(policy.sensitivity) - policy.low)
             print(
-                f"generation {spec.id} rank {self.rank}: {resources.job.precision} adds"
+                f"generation {spec.id} rank {self.rank}: {self._job.precision} adds"
                 f" {policy.error:.1e} to the loss; in full precision: {', '.join(full) or 'nothing'}",
                 flush=True,
             )
         self._loader = BatchLoader(
             resources.data.train,
-            seed=resources.job.seed,
+            seed=self._job.seed,
             layout=spec.layout,
             dp_index=at.dp,
-            global_batch=resources.job.data.global_batch,
+            global_batch=self._job.data.global_batch,
             start_step=spec.resume_step,
-            depth=resources.job.data.prefetch_steps,
+            depth=self._job.data.prefetch_steps,
             passes_over=spec.passes_over,
         )
         self._snapshots = self._snapshotter(self._engine.state())
         clock = generation_clock(resources.telemetry, spec, self.rank, resources.device)
         self._engine.watch(clock.enter)
         loop = Loop(
-            job=resources.job,
+            job=self._job,
             layout=spec.layout,
             identity={"term": spec.id.term, "n": spec.id.n},
             rank=self.rank,
@@ -207,7 +209,7 @@ class GenerationRun:
         resources, page = self._resources, self._resources.page
         page.phase("build")
         engine = build_engine(
-            resources.job,
+            self._job,
             self.spec.layout,
             self.rank,
             self._groups,
@@ -219,20 +221,21 @@ class GenerationRun:
         self._memory.watch(engine)
         page.put(built_at_s=time.time())
         applied = "; ".join(engine.applied) or "one process"
-        print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}: {applied}", flush=True)
+        with_ = "".join(f", {key}={text}" for key, text in self.spec.settings)
+        print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}{with_}: {applied}", flush=True)
         return engine
 
     def _restore(self, engine: Engine) -> None:
         source, resources = self.spec.source, self._resources
         if source.kind == "init":
-            if resources.job.init_from.run is not None:
-                raise StorageError(f"the commit of run {resources.job.init_from.run} to start from is gone")
-            engine.initialise(resources.job.seed, resources.page.moved)
-            self._initial_weights = VERSION if resources.job.model.builder is None else None
+            if self._job.init_from.run is not None:
+                raise StorageError(f"the commit of run {self._job.init_from.run} to start from is gone")
+            engine.initialise(self._job.seed, resources.page.moved)
+            self._initial_weights = VERSION if self._job.model.builder is None else None
         elif source.kind == "slots":
             self._restore_slots(engine)
         else:
-            wait = StorageWait(resources.page, resources.job.storage, self._leave_if_asked)
+            wait = StorageWait(resources.page, self._job.storage, self._leave_if_asked)
             wait.read(lambda: self._restore_commit(engine))
             self._groups.wait_for_all("restored", wait.go_on)
             resources.page.phase("restore")
@@ -241,9 +244,7 @@ class GenerationRun:
     def _restore_slots(self, engine: Engine) -> None:
         """Read the state from slots, of this node where it can be."""
         resources, state = self._resources, engine.state()
-        others = RemoteSlots(
-            resources.page, resources.job.snapshot, resources.find_service, self._leave_if_asked
-        )
+        others = RemoteSlots(resources.page, self._job.snapshot, resources.find_service, self._leave_if_asked)
 
         def read(source: SlotSource) -> None:
             restore(state, source, resources.page.moved)
@@ -264,7 +265,7 @@ class GenerationRun:
         manifest = self._manifest(storage)
         if weights_only(manifest):
             engine.initialise(
-                self._resources.job.seed, self._resources.page.moved
+                self._job.seed, self._resources.page.moved
             )  # moments of zero; the weights are overwritten
         state = engine.weights() if weights_only(manifest) else engine.state()
         try:
@@ -303,10 +304,10 @@ class GenerationRun:
         resources, spec = self._resources, self.spec
         nodes = [member.node for member in spec.members]
         identity = (spec.id.term, spec.id.n)
-        writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, resources.job.data.global_batch)
+        writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, self._job.data.global_batch)
         if resources.pool is None:
             capacity = max(resources.slot_bytes, flush_bytes(state, writer.index, writer.count))
-            count, dead = resources.job.snapshot.slots, self._dead_slots()
+            count, dead = self._job.snapshot.slots, self._dead_slots()
             resources.pool = SlotPool(resources.folder, resources.worker, count, capacity, dead)
         return Snapshotter(
             pool=resources.pool,

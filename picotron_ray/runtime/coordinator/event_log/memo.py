@@ -33,6 +33,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "step_times": list(facts.step_times),
         "noted": dict(facts.noted),
         "plans": dict(facts.plans),
+        "changes": dict(facts.changes),
         "baseline_loss": facts.baseline_loss,
         "strikes": plain(facts.strikes),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
@@ -44,7 +45,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
 def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
     """Return a generation; of its members each node's name stands here once."""
     found = {name: getattr(record, name) for name in _OF_A_GENERATION}
-    found |= {"term": record.id.term, "n": record.id.n}
+    found |= {"term": record.id.term, "n": record.id.n, "settings": plain(record.settings)}
     members = record.members
     if members is not None:
         nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
@@ -63,6 +64,7 @@ def _read_generation(data: dict[str, Any]) -> GenerationRecord:
         pairs = zip(data["names"], data["on"], strict=True)
         members = tuple(m.Member(name, data["nodes"][at]) for name, at in pairs)
     fields = {name: data[name] for name in _OF_A_GENERATION}
+    fields["settings"] = tuple((key, text) for key, text in data.get("settings", ()))
     of = m.GenerationId(data["term"], data["n"])
     return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 
@@ -74,6 +76,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.step_times.extend(data["step_times"])
     facts.noted = Counter(data["noted"])
     facts.plans = Counter(data.get("plans", {}))
+    facts.changes = Counter(data.get("changes", {}))
     facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.evaluations = dict(data["evaluations"])
     facts.baseline_loss = data.get("baseline_loss")

@@ -1,0 +1,278 @@
+"""Adaptation loop: figures of the running generation become a change at a boundary, which is then judged.
+
+    figures → bottlenecks → suggestions → their gain by the calibrated cost model → the best one that is
+    permitted and pays → a new generation → its figures → kept, or taken back
+
+Figures and findings of others only say what is slow. It is the least urgent concern
+(``policies.precedence``): nothing is looked at unless a generation trains undisturbed, and a failure before
+its judgement takes a change back (``adaptation_launch``). The planner's answers are awaited; nothing here
+searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from picotron_ray.config.settings import with_settings
+from picotron_ray.coordinator.adaptation_state import AdaptState, Change
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.messages import Adapted, LayoutQuestion, Measured, RunFigures
+from picotron_ray.coordinator.policies.adaptation import (
+    FOR_MEMORY,
+    REASON,
+    Offer,
+    judge,
+    left_in_hour,
+    pays,
+    ranked,
+    waits_until,
+)
+from picotron_ray.coordinator.policies.balance import rows_suggestion, stages_suggestion
+from picotron_ray.coordinator.policies.bottleneck import ANSWERS, Found, bottlenecks, slow_replicas
+from picotron_ray.coordinator.policies.suggestions import (
+    RELEASED,
+    Scene,
+    Suggestion,
+    settings_suggestions,
+)
+from picotron_ray.planner.calibration import Calibration, bounded
+from picotron_ray.planner.memory import memory_estimate
+
+ADAPT = "adapt"
+"""Kind of the alerts that tell decisions."""
+PATIENCE_S = 60.0
+"""Longest wait for the planner's answers to suggestions."""
+SLOW_STEPS = 50
+"""Steps for which a replica must be slow before it is fed less."""
+NOTICED = 1.1
+"""Factor by which a calibration must change before the planner is asked by the new one."""
+
+
+def adapt(memory: MachineMemory) -> str | None:
+    """Look at new figures; returns the reason to leave the generation where a change is to be made."""
+    state, measured = memory.adaptation, memory.figures
+    if measured is None or not _may_look(memory, state, measured):
+        return None
+    figures = measured.figures
+    if state.asked_at is None:
+        state = _seen(memory, state, measured)
+    trial = memory.adapted[-1] if memory.adapted else None
+    if trial is not None and trial.verdict == "trial":
+        return _judged(memory, trial, figures)
+    found = [*bottlenecks(figures, _slow_enough(state, figures)), *_told(state)]
+    offers = _offers(memory, figures, found)
+    if offers is None:
+        memory.adaptation = replace(state, asked_at=memory.now if state.asked_at is None else state.asked_at)
+        return None
+    memory.adaptation = replace(state, asked_at=None, findings=())
+    return _chosen(memory, figures, found, offers)
+
+
+def _may_look(memory: MachineMemory, state: AdaptState, measured: Measured) -> bool:
+    """Whether there is something new to look at, and nothing more urgent."""
+    spec, config = memory.spec, memory.job.adapt
+    if not config.apply or spec is None or measured.generation != spec.id:
+        return False
+    if not memory.progressed or memory.cap is not None or memory.roster.leaving:
+        return False
+    if state.asked_at is not None:
+        return True
+    new = (measured.generation, measured.figures.last_step) != state.looked
+    return new and measured.figures.steps > 0 and memory.now - state.looked_at >= config.interval_s
+
+
+def _seen(memory: MachineMemory, state: AdaptState, measured: Measured) -> AdaptState:
+    """Note that figures were looked at: which replicas are slow, and how far the cost model is off."""
+    figures = measured.figures
+    since = dict(state.slow) if state.looked and state.looked[0] == measured.generation else {}
+    first = figures.last_step - figures.steps
+    slow = tuple((at, since.get(at, first)) for at in slow_replicas(figures.replica_row_s))
+    memory.adaptation = state = replace(
+        state,
+        looked=(measured.generation, figures.last_step),
+        looked_at=memory.now,
+        slow=slow,
+        calibration=_calibration(memory, state.calibration, figures),
+    )
+    return state
+
+
+def _slow_enough(state: AdaptState, figures: RunFigures) -> list[int]:
+    return [at for at, since in state.slow if figures.last_step - since >= SLOW_STEPS]
+
+
+def _told(state: AdaptState) -> Iterator[Found]:
+    for finding in state.findings:
+        yield Found(finding.bottleneck, f"{finding.text} ({finding.source})")
+
+
+# --- what a change promises -------------------------------------------------------------------------
+
+
+def _question(memory: MachineMemory, calibration: Calibration) -> LayoutQuestion:
+    members = memory.living_members()
+    return replace(memory.question(members, len(members)), calibration=calibration)
+
+
+def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures) -> Calibration:
+    """Factors by which this generation's steps exceed their estimate, where that has changed clearly.
+
+    The exposed reduction of gradients is told apart where there is one; what waits for data, copies and
+    other ranks counts for neither.
+    """
+    assert memory.spec is not None
+    question = _question(memory, before)
+    estimated_s, reduce_s = memory.plans.cost(memory.spec.layout, question)
+    measured = figures.phase_s.get("reduce", 0.0)
+    waits = sum(figures.phase_s.get(phase, 0.0) for phase in ("data", "snapshot", "sync"))
+    computing, by_estimate = figures.step_s - measured - waits, estimated_s - reduce_s
+    if not (0 < by_estimate < float("inf")) or computing <= 0:
+        return before
+    compute = bounded(before.compute * computing / by_estimate)
+    links = bounded(before.communication * measured / reduce_s) if measured > 0 < reduce_s else compute
+    changes = (compute / before.compute, links / before.communication)
+    if all(1 / NOTICED <= change <= NOTICED for change in changes):
+        return before
+    return Calibration(compute, links)
+
+
+def _offers(memory: MachineMemory, figures: RunFigures, found: list[Found]) -> list[Offer] | None:
+    """Suggestions with what they promise; None while the planner's answer to one is awaited."""
+    assert memory.spec is not None
+    state = memory.adaptation
+    question = _question(memory, state.calibration)
+    now_s, _ = memory.plans.cost(memory.spec.layout, question)
+    offers, waiting = [], False
+    patient = state.asked_at is None or memory.now - state.asked_at < PATIENCE_S
+    for suggestion in _suggestions(memory, figures, question, found):
+        if suggestion.question is not None and not memory.plans.look_up(suggestion.question):
+            waiting = waiting or suggestion.question not in memory.plans.failed
+            continue
+        offer = _offer(memory, suggestion, question, now_s)
+        if offer is not None:
+            offers.append(offer)
+    return None if waiting and patient else offers
+
+
+def _suggestions(
+    memory: MachineMemory, figures: RunFigures, question: LayoutQuestion, found: list[Found]
+) -> Iterator[Suggestion]:
+    assert memory.spec is not None
+    job, layout, apply = memory.job, memory.spec.layout, memory.job.adapt.apply
+    gpus = any(node.has_gpus for node in memory.roster.nodes.values())
+    estimate = memory_estimate(with_settings(job, memory.settings), layout).total_bytes
+    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus)
+    wanted = list(dict.fromkeys(kind for one in found for kind in ANSWERS[one.bottleneck] if kind in apply))
+    by_settings = [kind for kind in wanted if kind not in ("rows", "stages")]
+    if any(one.bottleneck == "memory" for one in found):  # nothing is tried that may take more of it
+        kinds = [kind for kind in ANSWERS["memory"] if kind in apply]
+        yield from settings_suggestions(scene, kinds, for_memory=True)
+        by_settings = [kind for kind in by_settings if kind not in RELEASED]
+    yield from settings_suggestions(scene, by_settings)
+    if "rows" in wanted:
+        slow = _slow_enough(memory.adaptation, figures)
+        yield from rows_suggestion(scene, slow, memory.spec.members, len(memory.roster.usable()))
+    if "stages" in wanted:
+        yield from stages_suggestion(scene)
+
+
+def _offer(
+    memory: MachineMemory, suggestion: Suggestion, question: LayoutQuestion, now_s: float
+) -> Offer | None:
+    """Find what a suggestion promises, by the planner's answer or by the cost of its settings."""
+    assert memory.spec is not None
+    layout, cost_s = suggestion.layout, now_s
+    if suggestion.question is not None:
+        plan = memory.plans.answers[suggestion.question]
+        if plan is None:
+            return None
+        layout, cost_s = plan.layout, plan.cost_s
+    elif layout is not None and suggestion.saves is None:
+        cost_s, _ = memory.plans.cost(layout, replace(question, settings=suggestion.settings))
+    assert layout is not None
+    same = layout == memory.spec.layout and suggestion.settings == memory.settings
+    if same and not suggestion.avoid:
+        return None
+    if suggestion.saves is not None:
+        return Offer(suggestion, layout, suggestion.saves)
+    known = 0 < now_s < float("inf") and cost_s < float("inf")
+    if suggestion.strike is not None:
+        return Offer(suggestion, layout, 1 - cost_s / now_s if known else 0.0)
+    return Offer(suggestion, layout, 1 - cost_s / now_s) if known else None
+
+
+# --- what is done -----------------------------------------------------------------------------------
+
+
+def _chosen(
+    memory: MachineMemory, figures: RunFigures, found: list[Found], offers: list[Offer]
+) -> str | None:
+    """Set the best change that pays; tells why, or once why there is none."""
+    assert memory.spec is not None
+    config, known = memory.job.adapt, memory.adapted
+    if not found:
+        return None
+    seen = "; ".join(one.text for one in found)
+    left = left_in_hour(memory.adaptation.times, memory.now, config.budget)
+    steps_left, why = memory.job.steps - memory.seen_step, "nothing that is permitted would help"
+    for offer in ranked(offers, known):
+        if not pays(offer, figures.step_s, steps_left, config.hysteresis):
+            why = f"{offer.kind} would save {100 * offer.gain:.1f} % of a step, too little"
+            break
+        if left <= 0:
+            why = f"adapt.budget={config.budget} changes were made within the hour"
+            break
+        if memory.now < waits_until(offer.kind, known, memory.launched_at, config):
+            why = f"the last change of {offer.kind} was made too short a time ago"
+            continue
+        return _leave_for(memory, figures, offer, seen)
+    _tell_once(memory, f"{seen}: {why}")
+    return None
+
+
+def _leave_for(memory: MachineMemory, figures: RunFigures, offer: Offer, seen: str) -> str:
+    suggestion, strike = offer.suggestion, offer.suggestion.strike
+    target = f"{FOR_MEMORY if strike else ''}{offer.target}"
+    record = Adapted(offer.kind, target, "trial", offer.gain, figures.step_s)
+    reason = f"{REASON}{offer.kind} for {seen}: {offer.layout}"
+    memory.adaptation = replace(
+        memory.adaptation,
+        change=Change(record, offer.layout, suggestion.settings, strike, suggestion.avoid, reason),
+    )
+    text = f"{offer.kind}: {offer.target} is to save {100 * offer.gain:.1f} % of a step, for {seen}"
+    data = {"action": "apply", "change": offer.kind, "target": target, "gain": offer.gain, "why": seen}
+    memory.alert("info", ADAPT, text, **data, before_s=figures.step_s, step=memory.seen_step)
+    return reason
+
+
+def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str | None:
+    """Keep the change under trial, or leave to take it back."""
+    assert memory.spec is not None
+    verdict, said = judge(
+        trial, figures.step_s, figures.last_step - memory.spec.resume_step, memory.job.adapt
+    )
+    if verdict == "wait":
+        return None
+    done = replace(trial, verdict=verdict, after_s=figures.step_s, layout=None, settings=())
+    text = f"{trial.kind} is {'kept' if verdict == 'kept' else 'taken back'}: {said}"
+    data = {"action": verdict, "change": trial.kind, "target": trial.target, "gain": trial.expected}
+    level = "info" if verdict == "kept" else "warning"
+    told = {**data, "before_s": trial.before_s, "after_s": figures.step_s, "step": memory.seen_step}
+    memory.alert(level, ADAPT, text, **told)  # type: ignore[arg-type]
+    if verdict == "kept" or trial.layout is None:
+        memory.adapted = (*memory.adapted[:-1], done)
+        return None
+    reason = f"{REASON}{trial.kind} is taken back: {said}"
+    change = Change(done, trial.layout, trial.settings, None, (), reason)
+    memory.adaptation = replace(memory.adaptation, change=change)
+    return reason
+
+
+def _tell_once(memory: MachineMemory, text: str) -> None:
+    """Tell why nothing is changed, where that was not the last thing told of this generation."""
+    assert memory.spec is not None
+    key = f"{memory.spec.id} {text.partition('%')[2]}"
+    if memory.adaptation.told != key:
+        memory.adaptation = replace(memory.adaptation, told=key)
+        memory.alert("info", ADAPT, f"nothing is changed: {text}", action="none", step=memory.seen_step)

@@ -1,0 +1,64 @@
+"""State of the adaptation loop, as a value: what was looked at, what is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from picotron_ray.coordinator.messages import Adapted, BottleneckReport, GenerationId, Settings, Strike
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.calibration import NONE, Calibration
+
+MOST_FINDINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that the next generation begins with.
+
+    Fields:
+        record: of it, as the generation's spec carries it.
+        layout, settings: that the generation runs with.
+        strike: limit of memory that holds from then on.
+        avoid: workers whose place spares take.
+        reason: of the generation.
+    """
+
+    record: Adapted
+    layout: Layout
+    settings: Settings
+    strike: Strike | None
+    avoid: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptState:
+    """Memory of the loop within a term.
+
+    Fields:
+        looked, looked_at: generation and last step of the figures that were looked at, and when.
+        asked_at: since when the planner's answers are awaited; None: they are not.
+        slow: replicas that are slow, and since which step.
+        change: to be made by the next generation.
+        times: of the changes of the last hour.
+        told: why nothing was changed, when that was told last.
+        findings: bottlenecks that others found and that were not looked at yet.
+        calibration: of the cost model, by the running generation.
+        avoid: workers that are too slow, and whose place spares took.
+    """
+
+    looked: tuple[GenerationId, int] | None = None
+    looked_at: float = -inf
+    asked_at: float | None = None
+    slow: tuple[tuple[int, int], ...] = ()
+    change: Change | None = None
+    times: tuple[float, ...] = ()
+    told: str = ""
+    findings: tuple[BottleneckReport, ...] = ()
+    calibration: Calibration = NONE
+    avoid: tuple[str, ...] = ()
+
+
+IDLE = AdaptState()
+"""Nothing was looked at yet."""

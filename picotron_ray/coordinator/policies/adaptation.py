@@ -1,0 +1,128 @@
+"""Adaptation: how suggestions are ranked, when one is applied, and whether it is kept.
+
+The rules by which it cannot swing: a change must promise more than ``adapt.hysteresis`` of a step and more
+seconds than a re-mesh costs; what hurt is not tried again; each further change of a kind waits twice as long
+as the one before; and an hour has ``adapt.budget`` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from picotron_ray.config.schema.adapt import KINDS, LOSSY, AdaptConfig, AdaptKind
+from picotron_ray.coordinator.messages import Adapted
+from picotron_ray.coordinator.policies.replan import REMESH_S
+from picotron_ray.coordinator.policies.suggestions import Suggestion
+from picotron_ray.layout.layout import Layout
+
+MOST_KNOWN = 32
+"""Changes of the past that are remembered."""
+HOUR_S = 3600.0
+MOST_DOUBLINGS = 10
+ACTIONS = ("apply", "kept", "back", "void", "dropped")
+"""Decisions on a change: made, kept, taken back since it hurt or since its generation ended, not made."""
+REASON = "adapt: "
+"""Beginning of the reason of a generation that a change began."""
+
+
+BY_KEY: dict[AdaptKind, tuple[str, ...]] = {
+    "bucket": ("comm.bucket_mib",),
+    "precision": ("precision",),
+    "compression": ("comm.gradients",),
+}
+"""Kinds of change that leave the layout, and their keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A suggestion with its layout, and the share of a step that it promises to save."""
+
+    suggestion: Suggestion
+    layout: Layout
+    gain: float
+
+    @property
+    def kind(self) -> AdaptKind:
+        return self.suggestion.kind
+
+    @property
+    def target(self) -> str:
+        """Words for what it leads to, by which it is known again."""
+        if self.kind in BY_KEY:  # whatever the layout is
+            return " ".join(
+                f"{key}={text}" for key, text in self.suggestion.settings if key in BY_KEY[self.kind]
+            )
+        spared = f" without {', '.join(self.suggestion.avoid)}" if self.suggestion.avoid else ""
+        return f"{self.layout}{spared}"
+
+
+def ranked(offers: Sequence[Offer], known: Sequence[Adapted]) -> list[Offer]:
+    """Offers that were not taken back before, the one that promises most first."""
+    hurt = {(one.kind, one.target) for one in known if one.verdict == "back"}
+    left = [offer for offer in offers if (offer.kind, offer.target) not in hurt]
+    return sorted(left, key=_order)
+
+
+def _order(offer: Offer) -> tuple[bool, float, int, str]:
+    """Sort key: what makes room comes first, since a step that runs out of memory is lost."""
+    return offer.suggestion.strike is None, -offer.gain, KINDS.index(offer.kind), offer.target
+
+
+def pays(offer: Offer, step_s: float, steps_left: int, hysteresis: float) -> bool:
+    """Whether a change promises more than the hysteresis, and more seconds than it costs.
+
+    One for want of memory need not promise any.
+    """
+    if offer.suggestion.strike is not None:
+        return True
+    return offer.gain > hysteresis and offer.gain * step_s * steps_left > REMESH_S
+
+
+def waits_until(kind: AdaptKind, known: Sequence[Adapted], since: float, config: AdaptConfig) -> float:
+    """Time before which no further change of a kind is made: twice as long after each one.
+
+    Args:
+        since: when the generation began.
+    """
+    before = min(sum(one.kind == kind for one in known), MOST_DOUBLINGS)
+    return since + config.interval_s * 2**before if before else since
+
+
+def left_in_hour(times: Sequence[float], now: float, budget: int) -> int:
+    """Changes that the budget still allows."""
+    return budget - sum(now - at < HOUR_S for at in times)
+
+
+Verdict = Literal["wait", "kept", "back"]
+
+
+def judge(trial: Adapted, step_s: float, steps: int, config: AdaptConfig) -> tuple[Verdict, str]:
+    """Judge a change by the steps after it.
+
+    Args:
+        step_s: seconds per step since.
+        steps: finished since; the first ones of a generation are slower.
+    """
+    if steps < config.settle_steps:
+        return "wait", f"{steps} of {config.settle_steps} steps"
+    gain = 1 - step_s / trial.before_s if trial.before_s else 0.0
+    said = (
+        f"{step_s:.3g} s a step, before it {trial.before_s:.3g} s, {100 * trial.expected:.0f} % less expected"
+    )
+    if trial.target.startswith(FOR_MEMORY):
+        return "kept", said
+    lossy = trial.kind in LOSSY and gain < config.hysteresis
+    if lossy or gain < -config.hysteresis:
+        return "back", said
+    return "kept", said
+
+
+FOR_MEMORY = "memory: "
+"""Beginning of the target of a change that was made for want of memory, and is judged by that alone."""
+
+
+def remembered(known: Sequence[Adapted], new: Adapted) -> tuple[Adapted, ...]:
+    """The changes with a new one, the oldest forgotten where they are too many."""
+    return (*known[-(MOST_KNOWN - 1) :], new)

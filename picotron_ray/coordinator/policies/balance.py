@@ -1,0 +1,103 @@
+"""Balance: rows in proportion to the replicas' speed, blocks to the stages' (`planner.rebalance`).
+
+The batch stays: rows only move between replicas, and their sum is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from statistics import median
+
+from picotron_ray.config.settings import with_settings
+from picotron_ray.config.validation.layout import layout_problems
+from picotron_ray.coordinator.messages import Member
+from picotron_ray.coordinator.policies.bottleneck import much_slower
+from picotron_ray.coordinator.policies.suggestions import ROOM, Scene, Suggestion
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.model_sizes import head_blocks, stage_depth
+from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, rows_by_speed, step_s_by_speed
+
+MOST_TRIED = 8
+"""Sizes of a micro-batch, from one row on, that rows are shared out in."""
+MANY = 1 << 16
+"""Replicas times rows above which one size alone is looked at: the coordinator's loop waits meanwhile."""
+
+
+def rows_suggestion(
+    scene: Scene, slow: Sequence[int], members: Sequence[Member], spares: int
+) -> Iterator[Suggestion]:
+    """Suggest fewer rows for slow replicas, or that spares take their places where they are much slower.
+
+    Args:
+        slow: replicas that have been slow for long enough.
+        spares: workers that are ready and not members.
+    """
+    layout, row_s, _batch = scene.layout, scene.figures.replica_row_s, scene.job.data.global_batch
+    if len(row_s) != layout.dp or layout.dp < 2 or min(row_s) <= 0 or not slow:
+        return
+    hopeless = (
+        [at for at in slow if much_slower(row_s, at)][:spares] if layout.world_size == layout.dp else []
+    )
+    if hopeless:
+        avoid = tuple(members[at].worker for at in hopeless)
+        left = median([seconds for at, seconds in enumerate(row_s) if at not in hopeless] or row_s)
+        after = [left if at in hopeless else seconds for at, seconds in enumerate(row_s)]
+        even = replace(layout, replica_rows=())
+        yield Suggestion("rows", scene.settings, layout=even, saves=_saves(scene, even, after), avoid=avoid)
+        return
+    found = _by_speed(scene, row_s)
+    if found != layout:
+        yield Suggestion("rows", scene.settings, layout=found, saves=_saves(scene, found, row_s))
+
+
+def _by_speed(scene: Scene, row_s: Sequence[float]) -> Layout:
+    """The layout with rows by speed; where there are very many, in micro-batches of the size that runs."""
+    layout, batch = scene.layout, scene.job.data.global_batch
+    if layout.dp * batch <= MANY:
+        most = min(batch, max(layout.micro_batch, MOST_TRIED))
+        return layout_by_speed(layout, row_s, batch, most, lambda other: _fits(scene, other))
+    found = replace(layout, replica_rows=rows_by_speed(row_s, batch, layout.micro_batch))
+    faster = step_s_by_speed(found, row_s, batch) < step_s_by_speed(layout, row_s, batch)
+    return found if faster and _fits(scene, found) else layout
+
+
+def _fits(scene: Scene, layout: Layout) -> bool:
+    job = with_settings(scene.job, scene.settings)
+    room = ROOM * scene.question.device_bytes or inf
+    most = max(scene.estimate_bytes, min(room, scene.question.limit_bytes or inf))
+    return not layout_problems(job, layout) and memory_estimate(job, layout).total_bytes <= most
+
+
+def _saves(scene: Scene, layout: Layout, row_s: Sequence[float]) -> float:
+    """Share of a step by which the slowest replica is done earlier."""
+    figures, batch = scene.figures, scene.job.data.global_batch
+    now_s = step_s_by_speed(scene.layout, figures.replica_row_s, batch)
+    return _share(now_s - step_s_by_speed(layout, row_s, batch), figures.step_s)
+
+
+def stages_suggestion(scene: Scene) -> Iterator[Suggestion]:
+    """Suggest other numbers of blocks where a pipeline stage is slower than the others."""
+    layout, stage_s, model = scene.layout, scene.figures.stage_s, scene.job.model
+    if len(stage_s) != layout.stages or layout.pp < 2 or layout.placement or min(stage_s) <= 0:
+        return
+    blocks = tuple(stage_depth(model, layout.cut, stage) for stage in range(layout.stages))
+    ranks = tuple(layout.rank_stages(rank) for rank in range(layout.pp))
+    found = blocks_by_time(stage_s, blocks, ranks, 0.0, head_blocks(model))
+    other = replace(layout, stage_blocks=found)
+    if found == blocks or not _fits(scene, other):
+        return
+    ends = [0.0] * (len(blocks) - 1) + [head_blocks(model)]
+    each = [seconds / (count + end) for seconds, count, end in zip(stage_s, blocks, ends, strict=True)]
+    then = [seconds * (count + end) for seconds, count, end in zip(each, found, ends, strict=True)]
+    slowest = max(sum(stage_s[stage] for stage in held) for held in ranks)
+    after = max(sum(then[stage] for stage in held) for held in ranks)
+    passes = layout.micro_batches(scene.job.data.global_batch) + layout.pp - 1
+    saves = _share((slowest - after) * passes, scene.figures.step_s)
+    yield Suggestion("stages", scene.settings, layout=other, saves=saves)
+
+
+def _share(saved_s: float, step_s: float) -> float:
+    return min(1.0, saved_s / step_s) if step_s > 0 else 0.0

@@ -1,0 +1,60 @@
+"""Calibration of a run by earlier ones on its cluster, and of later ones by it: the shell's part of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.calibration import CALIBRATION
+from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.runtime.calibration_store import CalibrationStore
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+
+
+class Calibrations:
+    """Reads the history of measured runs at a term's beginning, and adds to it."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        device: str,
+        record: RunRecord,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """``spawn``: runs a coroutine beside the loop's other work."""
+        self._store = CalibrationStore(job, device)
+        self._record, self._spawn = record, spawn
+
+    async def begin(self, event: m.Begin) -> m.Begin:
+        """The event with the factors that the history gives; they are told."""
+        sizes = [traits.device_bytes for traits in event.traits if traits.device_bytes]
+        found = await asyncio.to_thread(self._store.correction, min(sizes, default=0))
+        if found.why:
+            text = f"estimates are corrected by {found.factors}: {found.why} ({self._store.path})"
+            self._record.note("info", CALIBRATION, text)
+        return replace(event, calibration=found.factors)
+
+    def observe(self, memory: MachineMemory, event: m.Event, commands: Sequence[m.Command]) -> None:
+        """Keep what the running generation's steps take, whenever that is told."""
+        told = [c.data for c in commands if isinstance(c, m.Alert) and c.kind == CALIBRATION]
+        spec, known = memory.spec, memory.figures
+        if spec is None:
+            return
+        figures = known.figures if known is not None and known.generation == spec.id else None
+        if isinstance(event, m.Measured) and figures is not None and figures.steps and event is known:
+            self._keep(memory, spec, figures.step_s, figures)
+        elif told:
+            self._keep(memory, spec, told[0]["measured_s"], figures)
+
+    def _keep(
+        self, memory: MachineMemory, spec: m.GenerationSpec, step_s: float, figures: m.RunFigures | None
+    ) -> None:
+        nodes = [memory.roster.nodes.get(member.node) for member in spec.members]
+        device_bytes = min((node.device_bytes for node in nodes if node and node.device_bytes), default=0)
+        add = partial(self._store.add, spec, step_s, figures, device_bytes)
+        self._spawn(asyncio.to_thread(add))

@@ -35,7 +35,7 @@ def rows_suggestion(
         slow: replicas that have been slow for long enough.
         spares: workers that are ready and not members.
     """
-    layout, row_s, _batch = scene.layout, scene.figures.replica_row_s, scene.job.data.global_batch
+    layout, row_s = scene.layout, scene.figures.replica_row_s
     if len(row_s) != layout.dp or layout.dp < 2 or min(row_s) <= 0 or not slow:
         return
     hopeless = (

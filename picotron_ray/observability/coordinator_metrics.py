@@ -155,7 +155,7 @@ ELASTIC = (
     Metric(
         "picotron_elastic_adaptations_total",
         "counter",
-        "decisions",
+        "adaptations",
         "Decisions of the adaptation loop, by kind of change: apply, kept, back (it hurt), void (its"
         " generation ended before it was judged), dropped (something more urgent went before it).",
         "coordinator",

@@ -34,8 +34,7 @@ from picotron_ray.planner.comm_cost import (
     tensor_passes,
 )
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.planner.kept_activations import STATE_BYTES, offloaded_activations
-from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     rank_depths,
@@ -44,6 +43,7 @@ from picotron_ray.planner.model_sizes import (
     stage_parameters,
     tied_copy,
 )
+from picotron_ray.planner.offload_cost import offload_s
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective, where comm.bucket_mib is its default
 
@@ -112,7 +112,7 @@ def step_cost(
         pipeline_s=(micro_batches + waiting) * hop * profile.software.hop_exposed,
         data_s=_exposed(layout, profile, traffic, compute + again, micro_batches),
         sync_s=profile.latency_s * math.log2(layout.world_size),
-        offload_s=_offload(job, layout, profile),
+        offload_s=offload_s(job, layout, profile),
         again_s=micro_batches * again,
         optimizer_s=_optimizer(job, layout, profile),
     )
@@ -369,27 +369,6 @@ def _parameters_of_shape(job: JobConfig, shape: _Shape, tp: int, ep: int) -> flo
         sum(stage_parameters(job.model, layout.cut, stage, tp, ep) for stage in layout.rank_stages(rank))
         for rank in range(layout.pp)
     )
-
-
-def _offload(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
-    """Seconds of a step for offloading to host memory.
-
-    - Moments: gradients go down and updates come up. AdamW runs on the host's cores, which read and write
-      update and moments and read gradients: seven values per parameter.
-    - Activations: down and up, per micro-batch.
-    """
-    seconds = 0.0
-    if job.optimizer.offload:
-        moments = memory_estimate(job, layout).host_state_bytes
-        rate = profile.host_bytes_s * max(1, int(job.cluster.cpus_per_worker))
-        seconds += moments / profile.host_link_bytes_s + 3.5 * moments / rate
-    if layout.offload_activations:
-        most = max(
-            offloaded_activations(job, layout, rank, blocks_again(job, layout, rank))
-            for rank in range(layout.pp)
-        )
-        seconds += 2 * layout.micro_batches(job.data.global_batch) * most / profile.host_link_bytes_s
-    return seconds
 
 
 def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, bytes_s: float) -> float:

@@ -45,7 +45,7 @@ class Moment(NamedTuple):
         return self.gathered + self.activations
 
 
-class Gathered(NamedTuple):
+class GatheredBytes(NamedTuple):
     """Bytes of weights and gradients that ZeRO has whole, by moment."""
 
     forward: float = 0.0
@@ -87,7 +87,7 @@ class RankMoments:
     head_copy: float
     logits: HeadBytes
     ends: float
-    gathered: Gathered
+    gathered: GatheredBytes
     fresh: float
 
     def peak(self, again: RecomputedBlocks) -> Moment:
@@ -195,7 +195,7 @@ def _largest_matrix(job: JobConfig, layout: Layout) -> float:
 
 def _gathered(
     job: JobConfig, layout: Layout, head: float, embed: float, depth: int, whole: float, part: float
-) -> Gathered:
+) -> GatheredBytes:
     """Bytes of weights and gradients that ZeRO has whole.
 
     - ZeRO-1 keeps whole weights and gradients through all micro-batches, a pipeline too.
@@ -205,18 +205,18 @@ def _gathered(
     - Experts that no two ranks share are not gathered.
     """
     if not layout.zero:
-        return Gathered()
+        return GatheredBytes()
     sizes, wide = sizes_of(job.model), STATE_BYTES[job.precision]
     experts = sizes.experts // layout.ep
     alone = experts if layout.expert_shards == 1 else 0
     held = sizes.block - sizes.experts + experts - alone
     block = wide * (sizes.whole_block + (held - sizes.whole_block) / layout.tp)
     ends = head if sizes.tied and layout.pp == 1 else head + embed
-    freeing = Gathered(ends, 0.0, ends, ends + 2 * block, ends + 2 * block, ends + block)
-    all_kept = Gathered(*(whole - alone * depth / layout.tp * wide,) * len(freeing))
+    freeing = GatheredBytes(ends, 0.0, ends, ends + 2 * block, ends + 2 * block, ends + block)
+    all_kept = GatheredBytes(*(whole - alone * depth / layout.tp * wide,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
         weights = freeing if layout.zero == 3 and layout.virtual_stages > 1 else all_kept
-        return Gathered(*(one + whole - part for one in weights))
+        return GatheredBytes(*(one + whole - part for one in weights))
     weights = freeing if layout.zero == 3 else all_kept
-    gradients = Gathered(backward=head + block, reduced=head + 2 * block, embedding=head + block)
-    return Gathered(*(one + other for one, other in zip(weights, gradients, strict=True)))
+    gradients = GatheredBytes(backward=head + block, reduced=head + 2 * block, embedding=head + block)
+    return GatheredBytes(*(one + other for one, other in zip(weights, gradients, strict=True)))

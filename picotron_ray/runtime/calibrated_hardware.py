@@ -69,7 +69,7 @@ def _check(asked: str, history: CalibrationHistory | None, found: Hardware) -> N
 
 
 def correction_lines(fixed: Correction, path: Path | None) -> Iterator[str]:
-    """What a plan was corrected by, and the newest measures against the model, before and after."""
+    """Describe the correction of a plan, and the newest measures against the model, before and after."""
     if not fixed.why:
         yield "calibrated by nothing: no run was measured on this hardware here"
         return

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 
 
-class Change(NamedTuple):
+class SizeChange(NamedTuple):
     """A change of one storage's size: when, in seconds of the trace, which, and by how many bytes."""
 
     at_s: float
@@ -81,7 +81,7 @@ class MemoryTrace(TorchDispatchMode):
         self._lives: list[_StorageLife] = []
         self._numbers: dict[int, int] = {}  # of living storages, by address
         self._ends: dict[int, Any] = {}
-        self._changes: list[Change] = []
+        self._changes: list[SizeChange] = []
         self._live = self._peak = 0
         self._phases: list[tuple[float, str]] = []
         self._over = False
@@ -154,7 +154,7 @@ class MemoryTrace(TorchDispatchMode):
     def _resize(self, number: int, size: int) -> None:
         life = self._lives[number]
         if size != life.size:
-            self._changes.append(Change(self._now(), number, size - life.size))
+            self._changes.append(SizeChange(self._now(), number, size - life.size))
             self._live += size - life.size
             life.size = size
 

@@ -8,11 +8,9 @@ from picotron_ray.config.load import load_job, recipe_names
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError
-from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import GPU
-from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
-from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.search import choose_layout
 
 # Parameters of the published checkpoints (the sizes of their tensors; a tied head counts once).
 PUBLISHED = {
@@ -72,11 +70,11 @@ def test_token_ids_fit_their_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_fewest_workers_that_it_names_hold_it(name: str) -> None:
-    """By the planner's estimate, on its assumed GPUs of 80 GB; all as one ZeRO-3 group."""
+    """By the planner's estimate, on its assumed GPUs of 80 GB, eight a node."""
     job = recipe(name)
     fewest = job.cluster.min_workers
-    layout = Layout(dp=fewest, zero=3 if fewest > 1 else 0, micro_batch=1)
-    assert cheapest_recompute(job, layout, budget_bytes(job, GPU.memory_bytes)) is not None
+    layout = choose_layout(job, fewest, GPU, (8,) * (fewest // 8)).layout
+    assert layout.world_size == fewest
     assert layout_problems(job, layout) == []
 
 

@@ -82,3 +82,55 @@ def test_a_run_ends_sooner_than_one_held_in_its_bad_layout(tmp_path: Path, kind:
     assert run.summary["failures"] == []
     assert run.train_s < held.train_s
     assert run.losses == pytest.approx(held.losses, rel=1e-9)
+
+
+def test_memory_pressure_leads_to_recompute_and_not_to_a_crash(tmp_path: Path) -> None:
+    """A worker may take so little that its peak is 95 % of it; the same run with room shows what it takes."""
+    model = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=6", "data.global_batch=16")
+    layout = ("layout.dp=2", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=8")
+    job = (*model, *layout, "layout.recompute=none", "data.sequence_length=128", "steps=60")
+    roomy = adapting(tmp_path, "roomy", *job, "cluster.worker_memory_bytes=1000000000")
+    peak = roomy.telemetry["memory"]["peak_bytes"]
+    limit = f"cluster.worker_memory_bytes={int(peak / 0.95)}"
+    run = adapting(tmp_path, "tight", *job, limit, "adapt.apply=[recompute]")
+    after = run.telemetry["memory"]
+    mb = [f"{nbytes / 1e6:.0f} MB" for nbytes in (peak, after["peak_bytes"], after["device_bytes"])]
+    shares = f"{mb[0]}, then {mb[1]} of {mb[2]}"
+    print(f"memory: {shares} ({' → '.join(run.layouts)})")
+    assert run.summary["failures"] == []
+    assert run.decisions == [("apply", "recompute"), ("kept", "recompute")]
+    assert after["peak_bytes"] < 0.9 * after["device_bytes"]
+    assert run.losses == pytest.approx(roomy.losses, rel=1e-9)
+
+
+PLANTED = {
+    "bucket": ("layout.dp=4", "layout.micro_batch=4", "cluster.max_workers=4", "comm.bucket_mib=0.002"),
+    "recompute": ("layout.dp=2", "layout.micro_batch=4", "cluster.max_workers=2", "layout.recompute=full"),
+}
+"""Sums of gradients in hundreds of parts, and blocks that are computed again although there is room."""
+
+
+@pytest.mark.parametrize("kind", list(PLANTED))
+def test_a_planted_bottleneck_is_removed(tmp_path: Path, kind: str) -> None:
+    job = ("steps=300", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
+    run = adapting(tmp_path, kind, *job, "model.layers=6", f"adapt.apply=[{kind}]")
+    first_remesh = run.summary["generations"][1]["start_step"]
+    before_s, after_s = run.step_s(5, first_remesh), run.step_s(run.last_start() + 5, 300)
+    print(f"{kind}: {before_s:.4f} s a step, then {after_s:.4f} s ({' → '.join(run.layouts)})")
+    assert run.decisions == [("apply", kind), ("kept", kind)]
+    assert after_s < 0.9 * before_s
+
+
+def test_a_change_that_hurts_is_taken_back(tmp_path: Path) -> None:
+    """The planner would have all four compute, and cannot know that three of them are slow."""
+    run = adapting(
+        tmp_path,
+        "hurts",
+        *("steps=150", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
+        *("layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=4"),
+        chaos=[slow(rank, 0.1) for rank in (1, 2, 3)],
+    )
+    print(f"hurts: {' → '.join(run.layouts)}")
+    assert run.summary["failures"] == []
+    assert run.decisions[:2] == [("apply", "layout"), ("back", "layout")]
+    assert run.layouts[0] == run.layouts[2] != run.layouts[1]

@@ -21,12 +21,12 @@ def test_a_worker_at_a_third_of_the_speed_costs_little(tmp_path: Path) -> None:
     run = adapting(
         tmp_path,
         "rows",
-        *("steps=160", "data.global_batch=24", "cluster.max_workers=4", "adapt.apply=[rows]", *held),
+        *("steps=130", "data.global_batch=24", "cluster.max_workers=4", "adapt.apply=[rows]", *held),
         chaos=sleeps(usual_s, 3 * usual_s, usual_s, usual_s),
     )
     assert run.summary["failures"] == []
     assert run.decisions == [("apply", "rows"), ("kept", "rows")]
-    before_s, after_s = run.step_s(5, 45), run.step_s(run.last_start() + 5, 160)
+    before_s, after_s = run.step_s(5, 45), run.step_s(run.last_start() + 5, 130)
     best_s = 8 * usual_s
     figures = f"{before_s:.3f} s a step, then {after_s:.3f} s"
     print(f"rows: {figures} ({run.layouts[-1]}); whole rows allow {best_s:.3f} s")
@@ -43,14 +43,14 @@ def test_a_stage_that_becomes_slow_wins_back_half_of_its_loss(tmp_path: Path) ->
     run = adapting(
         tmp_path,
         "stages",
-        *("steps=260", "adapt.apply=[stages]", *STAGES),
+        *("steps=200", "adapt.apply=[stages]", *STAGES),
         chaos=[*sleeps(0.01, 0.01), slow(1, 0.03, step=61)],
     )
     assert run.summary["failures"] == []
     assert ("apply", "stages") in run.decisions
     first_remesh = run.summary["generations"][1]["start_step"]
     usual_s, slowed_s = run.step_s(20, 60), run.step_s(62, first_remesh)
-    after_s = run.step_s(run.last_start() + 5, 260)
+    after_s = run.step_s(run.last_start() + 5, 200)
     back = (slowed_s - after_s) / (slowed_s - usual_s)
     print(
         f"stages: {usual_s:.3f} s, slowed {slowed_s:.3f} s, then {after_s:.3f} s; {100 * back:.0f} % won back"

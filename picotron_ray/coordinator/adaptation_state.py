@@ -38,6 +38,8 @@ class AdaptState:
 
     Fields:
         looked, looked_at: generation and last step of the figures that were looked at, and when.
+        looked_s: seconds per step that they told.
+        unsteady: looks in a row at which those had changed much.
         asked_at: since when the planner's answers are awaited; None: they are not.
         slow: replicas that are slow, and since which step.
         change: to be made by the next generation.
@@ -50,6 +52,8 @@ class AdaptState:
 
     looked: tuple[GenerationId, int] | None = None
     looked_at: float = -inf
+    looked_s: float = 0.0
+    unsteady: int = 0
     asked_at: float | None = None
     slow: tuple[tuple[int, int], ...] = ()
     change: Change | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees
@@ -12,6 +11,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.candidates import asked_degrees, candidates
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
+from picotron_ray.planner.recompute_search import leanest
 
 MOST = 512
 
@@ -32,8 +32,7 @@ def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
 
 def lean_layouts(job: JobConfig, workers: int) -> list[Layout]:
     """Layouts among which is the leanest: fewest copies and rows, all recomputed where the job allows it."""
-    leanest = "full" if job.layout.recompute == "auto" else job.layout.recompute
-    return [replace(layout, recompute=leanest) for layout in _lean(candidates(job, workers))]
+    return [leanest(job, layout) for layout in _lean(candidates(job, workers))]
 
 
 def _lean(layouts: Iterable[Layout]) -> list[Layout]:

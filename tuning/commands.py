@@ -21,6 +21,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
 from tuning import spaces
 from tuning.connected import QUIET, connected
+from tuning.notes import refuse_another
 from tuning.points import refuse_infeasible
 from tuning.study_options import (
     POPULATION,
@@ -231,6 +232,7 @@ def run(
         NoneFinishedError, InterruptedSweepError.
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
+    options = options.model_copy(update={"space": tuple(words)})
     space, known, seeds = space_of(job, options, words)
     refuse_contradictions(options, space)
     short = plan_job(job, options)
@@ -263,7 +265,9 @@ def _storage_takes(job: JobConfig, options: StudyOptions) -> None:
     from picotron_ray.checkpoint.storage.base import probe
     from picotron_ray.checkpoint.storage.open import open_storage
 
-    probe(open_storage(job.storage, options.name))
+    storage = open_storage(job.storage, options.name)
+    refuse_another(storage, "study", job, options)
+    probe(storage)
 
 
 if __name__ == "__main__":

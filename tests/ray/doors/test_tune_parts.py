@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.config.load import parse_job
-from picotron_ray.errors import ConfigError
 from tuning.spaces import Choice, Range
 from tuning.study_options import StudyOptions
 
@@ -103,21 +98,3 @@ def test_a_terminal_shows_what_runs_first_and_how_many_of_each_there_are() -> No
     assert "t2" in lines[1]
     assert "learning_rate=0.02" in lines[1]
     assert "2.5" in lines[2]
-
-
-def test_a_study_resumes_after_an_upgrade_that_brought_keys_and_not_with_other_values(tmp_path: Path) -> None:
-    from tuning.study import begun
-
-    job = parse_job({"name": "tiny", "storage": {"url": str(tmp_path)}})
-    storage, options = open_storage(job.storage, "s"), StudyOptions(name="s", kind="lr")
-    assert begun(storage, "study", job, options, {"space": {"a": "1"}}) is None
-    noted = json.loads(storage.get("study.json"))
-    del noted["job"]["kernels"], noted["options"]["interval"]
-    storage.put("study.json", json.dumps(noted).encode())
-    assert begun(storage, "study", job, options, {"space": {"a": "1"}}) == noted
-    for other, space, key in (
-        (job, {"a": "2"}, "a"),
-        (parse_job({"name": "tiny", "steps": 7}), {"a": "1"}, "steps"),
-    ):
-        with pytest.raises(ConfigError, match=f"other values of .*{key}"):
-            begun(storage, "study", other, options, {"space": space})

@@ -56,6 +56,7 @@ Axes = Annotated[
         " kernels, sequence-length; repeated",
     ),
 ]
+Keep = Annotated[bool, typer.Option("--keep-weights", help="leave the commits of ended trials in storage")]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write what results.json holds to this file")]
@@ -77,6 +78,7 @@ def layout(
     seeded: Annotated[bool, typer.Option(help="the planner's best layouts first")] = True,
     gpu_hours: Hours = None,
     wall_s: Wall = None,
+    keep_weights: Keep = False,
     seed: Seed = 0,
     concurrent: Concurrent = None,
     json_file: JsonFile = None,
@@ -105,6 +107,7 @@ def hparams(
     space: Axes = None,
     gpu_hours: Hours = None,
     wall_s: Wall = None,
+    keep_weights: Keep = False,
     seed: Seed = 0,
     concurrent: Concurrent = None,
     json_file: JsonFile = None,
@@ -242,8 +245,10 @@ def run(
 
     from tuning.room import device_of
     from tuning.study import Study
+    from tuning.trial_runs import refuse_elsewhere
 
     with connected(job, options.name, concurrent, relative_url, options.members):
+        refuse_elsewhere(job, options.name, console)
         if device_of(job) == "cuda" != job.cluster.device:  # only the cluster knows what ``auto`` is
             space, known, seeds = space_of(job, options, words, "cuda")
         found = Study(job, options, space, known, seeds, concurrent, console).run()

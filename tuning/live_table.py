@@ -52,6 +52,10 @@ class LiveTable(Callback):
         self._console.print(as_line(row_of(trial)), markup=False)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the table away; what was printed above it stays."""
         if self._live:
             self._live.stop()
             self._live = None

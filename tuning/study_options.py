@@ -40,6 +40,7 @@ class StudyOptions(Section):
     gpu_hours: float | None = Field(default=None, gt=0, description="worker hours that end it")
     wall_s: float | None = Field(default=None, gt=0, description="seconds that end it")
     seeded: bool = Field(default=True, description="try the planner's layouts first, in its order")
+    keep_weights: bool = Field(default=False, description="leave the commits of ended trials in storage")
     seed: int = Field(default=0, ge=0, description="of the searcher")
 
     @property

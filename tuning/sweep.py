@@ -111,8 +111,10 @@ def run(
     probe(storage)
 
     from tuning.stages import Sweep
+    from tuning.trial_runs import refuse_elsewhere
 
     with connected(job, options.name, concurrent, relative_url):
+        refuse_elsewhere(job, options.name, console)
         return Sweep(job, options, concurrent, console, layouts).run()
 
 

@@ -16,18 +16,21 @@ from typing import Any
 from ray import tune
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig
+from ray.train.v2.api.exceptions import ControllerError
 
 from picotron_ray.checkpoint.storage.base import decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
-from tuning.errors import TrialFailedError
+from tuning import trial_runs
+from tuning.errors import StudyStorageError, TrialFailedError
 from tuning.objectives import parse_objective, score
 from tuning.parts import NO_ROUND, ROUND, MemberRun, job_of_part
 from tuning.plan import shortened
@@ -111,7 +114,7 @@ def _finite(value: Any) -> bool:
 
 def run_name(options: StudyOptions) -> str:
     """The name of the calling trial's run: the same whenever Tune starts the trial again."""
-    return f"{options.name}.{tune.get_context().get_trial_id()}"
+    return trial_runs.run_name(options.name, tune.get_context().get_trial_id())
 
 
 def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
@@ -142,14 +145,12 @@ def _train(job: JobConfig, options: StudyOptions, study: dict[str, Any], part: M
     Raises:
         TrialFailedError: it ended without the figures that the study is about.
     """
-    _refuse_what_failed(job)
     needed = parse_objective(options.objective).metrics
     asked = (partial(_completed, job, study), needed, job.steps)
     reports = (
         MemberReports(*asked, part=part, interval=options.exchange_steps) if part else TrialReports(*asked)
     )
-    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[reports])).fit()
-    metrics = result.metrics or {}
+    metrics = _ended(job) or _fitted(job, reports)
     if metrics["status"] != "finished":
         raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
     figures = _completed(job, study, metrics)
@@ -175,6 +176,7 @@ def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
     layout = choose_layout(job, job.cluster.max_workers, profile).layout
     step_s = job.data.global_batch * job.data.sequence_length / tokens_per_s if tokens_per_s else math.inf
     return {
+        "run": job.name,
         "ran": str(layout),
         "workers": layout.world_size,
         "free_memory": 1 - memory_estimate(job, layout).total_bytes / profile.memory_bytes,
@@ -182,9 +184,33 @@ def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
     }
 
 
-def _refuse_what_failed(job: JobConfig) -> None:
-    """A run that spent its failure budget is not tried again when Tune retries its trial."""
-    summary = get_or_none(open_storage(job.storage, job.name), "summary.json")
-    ended = {} if summary is None else decode_json("summary.json", summary)
-    if ended.get("status") == "failed":
-        raise TrialFailedError(ended["detail"])
+def _fitted(job: JobConfig, reports: TrialReports) -> dict[str, Any]:
+    """Train a run to its end; returns its metrics.
+
+    Raises:
+        StudyStorageError: its storage is full or gone.
+    """
+    trainer = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[reports]))
+    try:
+        return trainer.fit().metrics or {}
+    except ControllerError as error:
+        if isinstance(error.controller_failure, StorageError):
+            raise StudyStorageError(str(error.controller_failure)) from error
+        raise
+    except StorageError as error:
+        raise StudyStorageError(str(error)) from error
+
+
+def _ended(job: JobConfig) -> dict[str, Any]:
+    """Metrics of a run that has trained all its steps already; empty where it has not.
+
+    Raises:
+        TrialFailedError: it spent its failure budget, and is not tried again when Tune retries its trial.
+    """
+    found = get_or_none(open_storage(job.storage, job.name), "summary.json")
+    summary = {} if found is None else decode_json("summary.json", found)
+    if summary.get("status") == "failed":
+        raise TrialFailedError(summary["detail"])
+    if summary.get("status") != "finished" or summary["steps"] != job.steps:
+        return {}
+    return {**summary, "loss": summary["final_loss"], "step": summary["steps"]}

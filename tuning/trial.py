@@ -9,12 +9,10 @@ out-of-memory error ends that trial, with its reason, and no other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ray import tune
-from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig
 from ray.train.v2.api.exceptions import ControllerError
 
@@ -32,84 +30,12 @@ from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
 from tuning import trial_runs
 from tuning.errors import StudyStorageError, TrialFailedError
 from tuning.objectives import parse_objective, score
-from tuning.parts import NO_ROUND, ROUND, MemberRun, job_of_part
+from tuning.parts import MemberRun, job_of_part
 from tuning.plan import shortened
-from tuning.population import noted, present_part, slot
+from tuning.population import present_part, slot
 from tuning.spaces import with_point
 from tuning.study_options import StudyOptions
-
-
-class TrialReports(UserCallback):
-    """Callback that tells Tune a run's figures on the way; its scheduler may end the trial by them.
-
-    Args:
-        complete: adds the figures that follow from a run's own.
-        needed: figures without which there is no report.
-        last_step: steps of the run; its end is reported by whoever called ``fit``.
-    """
-
-    def __init__(
-        self, complete: Callable[[dict[str, Any]], dict[str, Any]], needed: Sequence[str], last_step: int
-    ) -> None:
-        self._complete, self._needed, self._last_step = complete, needed, last_step
-        self._reported = 0
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        step = self._due(metrics[0].get("eval_step", 0), checkpoint)
-        if not self._reported < step < self._last_step:
-            return
-        figures = self._complete(metrics[0])
-        if all(_finite(figures.get(name)) for name in self._needed):
-            self._reported = step
-            self._tell({**figures, "finished": False}, step)
-
-    def _due(self, evaluated: int, checkpoint: Any) -> int:
-        """The step that a report would be about."""
-        return evaluated
-
-    def _tell(self, figures: dict[str, Any], step: int) -> None:
-        tune.report({**figures, "step": step})
-
-    def end(self, figures: dict[str, Any], step: int) -> None:
-        """Report the run's end."""
-        tune.report({**figures, "finished": True, "step": step})
-
-
-class MemberReports(TrialReports):
-    """TrialReports of a member of a population: at its commits alone, since others may go on from there.
-
-    Args:
-        part: the member's run.
-        interval: steps between exchanges.
-    """
-
-    def __init__(self, *args: Any, part: MemberRun, interval: int) -> None:
-        super().__init__(*args)
-        self._part, self._interval = part, interval
-        self._reported = part.noted_step
-        self._committed = 0
-
-    def _due(self, evaluated: int, checkpoint: Any) -> int:
-        if checkpoint is not None:
-            self._committed = checkpoint.step
-        return self._committed if evaluated >= self._committed else 0
-
-    def _tell(self, figures: dict[str, Any], step: int) -> None:
-        with noted(self._part, step) as note:
-            tune.report(self._of_member(figures, step), checkpoint=note)
-
-    def end(self, figures: dict[str, Any], step: int) -> None:
-        """Report the end, which is no exchange."""
-        tune.report({**self._of_member(figures, step), "finished": True, ROUND: NO_ROUND})
-
-    def _of_member(self, figures: dict[str, Any], step: int) -> dict[str, Any]:
-        origin = f"{self._part.origin_run}@{self._part.origin_step}" if self._part.origin_run else ""
-        reached = self._part.before_steps + step
-        return {**figures, "step": reached, ROUND: reached // self._interval, "took_over": origin}
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+from tuning.trial_reports import MemberReports, TrialReports, finite
 
 
 def run_name(options: StudyOptions) -> str:
@@ -154,7 +80,7 @@ def _train(job: JobConfig, options: StudyOptions, study: dict[str, Any], part: M
     if metrics["status"] != "finished":
         raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
     figures = _completed(job, study, metrics)
-    if lacking := [name for name in needed if not _finite(figures.get(name))]:
+    if lacking := [name for name in needed if not finite(figures.get(name))]:
         raise TrialFailedError(f"{lacking[0]} is {figures.get(lacking[0])} after {job.steps} steps")
     reports.end({**figures, "failures": len(metrics["failures"])}, metrics["step"])
 

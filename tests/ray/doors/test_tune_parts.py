@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.support.tuning import FakeTrial
 from tuning.spaces import Choice, Range
 from tuning.study_options import StudyOptions
-
-
-@dataclass(eq=False)
-class FakeTrial:
-    """As much of a trial of Tune's as is read here."""
-
-    trial_id: str
-    config: dict[str, Any]
-    status: str = "RUNNING"
-    last_result: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.trial_id
 
 
 def test_a_budget_counts_workers_that_compute_over_all_launches(monkeypatch: pytest.MonkeyPatch) -> None:

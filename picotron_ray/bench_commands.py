@@ -182,7 +182,7 @@ def bench_comm(
     collectives: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     strategies: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
     budget_s: Annotated[
-        float, typer.Option(help="seconds after which no cell begins; the rest is named")
+        float, typer.Option(help="seconds for all cells; those that do not fit are named")
     ] = 900,
     device: Annotated[str, typer.Option(help="auto: cuda where each rank has a GPU; cpu or cuda")] = "auto",
     json_file: JsonFile = None,

@@ -18,6 +18,7 @@ from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.adaptation_state import AdaptState, Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import Adapted, LayoutQuestion, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import Bottleneck
 from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
     REASON,
@@ -29,7 +30,14 @@ from picotron_ray.coordinator.policies.adaptation import (
     waits_until,
 )
 from picotron_ray.coordinator.policies.balance import rows_suggestion, stages_suggestion
-from picotron_ray.coordinator.policies.bottleneck import ANSWERS, Found, bottlenecks, slow_replicas
+from picotron_ray.coordinator.policies.bottleneck import (
+    ANSWERS,
+    Found,
+    bottlenecks,
+    memory_is_short,
+    reduce_s,
+    slow_replicas,
+)
 from picotron_ray.coordinator.policies.suggestions import (
     RELEASED,
     Scene,
@@ -45,6 +53,11 @@ PATIENCE_S = 60.0
 """Longest wait for the planner's answers to suggestions."""
 SLOW_STEPS = 50
 """Steps for which a replica must be slow before it is fed less."""
+UNSTEADY, MOST_UNSTEADY = 0.1, 3
+"""Change of a step's seconds from one look to the next above which figures hold old steps still, and looks in
+a row that are passed over for it."""
+MOST_TOLD = 32
+"""Reasons for no change that are remembered of a generation."""
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -60,6 +73,8 @@ def adapt(memory: MachineMemory) -> str | None:
     trial = memory.adapted[-1] if memory.adapted else None
     if trial is not None and trial.verdict == "trial":
         return _judged(memory, trial, figures)
+    if 0 < state.unsteady <= MOST_UNSTEADY and not memory_is_short(figures):
+        return None
     found = [*bottlenecks(figures, _slow_enough(state, figures)), *_told(state)]
     offers = _offers(memory, figures, found)
     if offers is None:
@@ -85,11 +100,15 @@ def _may_look(memory: MachineMemory, state: AdaptState, measured: Measured) -> b
 def _seen(memory: MachineMemory, state: AdaptState, measured: Measured) -> AdaptState:
     """Note that figures were looked at: which replicas are slow, and how far the cost model is off."""
     figures = measured.figures
-    since = dict(state.slow) if state.looked and state.looked[0] == measured.generation else {}
+    since_looked = state.looked is not None and state.looked[0] == measured.generation
+    since = dict(state.slow) if since_looked else {}
     first = figures.last_step - figures.steps
     slow = tuple((at, since.get(at, first)) for at in slow_replicas(figures.replica_row_s))
+    steady = not state.looked_s or not since_looked or abs(figures.step_s / state.looked_s - 1) <= UNSTEADY
     memory.adaptation = state = replace(
         state,
+        looked_s=figures.step_s,
+        unsteady=0 if steady else state.unsteady + 1,
         looked=(measured.generation, figures.last_step),
         looked_at=memory.now,
         slow=slow,
@@ -123,14 +142,15 @@ def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures
     """
     assert memory.spec is not None
     question = _question(memory, before)
-    estimated_s, reduce_s = memory.plans.cost(memory.spec.layout, question)
-    measured = figures.phase_s.get("reduce", 0.0)
+    estimated_s, estimated_reduce_s = memory.plans.cost(memory.spec.layout, question)
+    measured = reduce_s(figures)
     waits = sum(figures.phase_s.get(phase, 0.0) for phase in ("data", "snapshot", "sync"))
-    computing, by_estimate = figures.step_s - measured - waits, estimated_s - reduce_s
+    computing, by_estimate = figures.step_s - measured - waits, estimated_s - estimated_reduce_s
     if not (0 < by_estimate < float("inf")) or computing <= 0:
         return before
     compute = bounded(before.compute * computing / by_estimate)
-    links = bounded(before.communication * measured / reduce_s) if measured > 0 < reduce_s else compute
+    told_apart = measured > 0 < estimated_reduce_s
+    links = bounded(before.communication * measured / estimated_reduce_s) if told_apart else compute
     changes = (compute / before.compute, links / before.communication)
     if all(1 / NOTICED <= change <= NOTICED for change in changes):
         return before
@@ -227,7 +247,7 @@ def _chosen(
             why = f"the last change of {offer.kind} was made too short a time ago"
             continue
         return _leave_for(memory, figures, offer, seen)
-    _tell_once(memory, f"{seen}: {why}")
+    _tell_once(memory, f"{seen}: {why}", [one.bottleneck for one in found], why)
     return None
 
 
@@ -269,10 +289,12 @@ def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str |
     return reason
 
 
-def _tell_once(memory: MachineMemory, text: str) -> None:
-    """Tell why nothing is changed, where that was not the last thing told of this generation."""
+def _tell_once(memory: MachineMemory, text: str, found: list[Bottleneck], why: str) -> None:
+    """Tell why nothing is changed, where the same was not told of this generation, whatever the figures."""
     assert memory.spec is not None
-    key = f"{memory.spec.id} {text.partition('%')[2]}"
-    if memory.adaptation.told != key:
-        memory.adaptation = replace(memory.adaptation, told=key)
+    of = f"{memory.spec.id} "
+    key = f"{of}{', '.join(dict.fromkeys(found))}: {''.join(c for c in why if c not in '-.0123456789')}"
+    told = tuple(one for one in memory.adaptation.told if one.startswith(of))
+    if key not in told:
+        memory.adaptation = replace(memory.adaptation, told=(*told[-MOST_TOLD:], key))
         memory.alert("info", ADAPT, f"nothing is changed: {text}", action="none", step=memory.seen_step)

@@ -38,11 +38,13 @@ class AdaptState:
 
     Fields:
         looked, looked_at: generation and last step of the figures that were looked at, and when.
+        looked_s: seconds per step that they told.
+        unsteady: looks in a row at which those had changed much.
         asked_at: since when the planner's answers are awaited; None: they are not.
         slow: replicas that are slow, and since which step.
         change: to be made by the next generation.
         times: of the changes of the last hour.
-        told: why nothing was changed, when that was told last.
+        told: why nothing was changed, as it was told of the generation.
         findings: bottlenecks that others found and that were not looked at yet.
         calibration: of the cost model, by the running generation.
         avoid: workers that are too slow, and whose place spares took.
@@ -50,11 +52,13 @@ class AdaptState:
 
     looked: tuple[GenerationId, int] | None = None
     looked_at: float = -inf
+    looked_s: float = 0.0
+    unsteady: int = 0
     asked_at: float | None = None
     slow: tuple[tuple[int, int], ...] = ()
     change: Change | None = None
     times: tuple[float, ...] = ()
-    told: str = ""
+    told: tuple[str, ...] = ()
     findings: tuple[BottleneckReport, ...] = ()
     calibration: Calibration = NONE
     avoid: tuple[str, ...] = ()

@@ -17,6 +17,8 @@ KEY = "telemetry"
 """Where a heartbeat's entry of a worker has its figures."""
 WARM_UP = 3
 """Steps of a generation that no window counts."""
+LEAST_ROWS = 5
+"""Measured steps that the figures of an interval span at least, however long they take."""
 SERIES = ("step", *STEP_PHASES)
 """Series of seconds that have a window: the whole step, and its phases."""
 _COMPUTES = tuple(STEP_PHASES.index(phase) for phase in ("forward", "backward", "optimizer"))
@@ -71,6 +73,19 @@ class WorkerFigures:
     sent_bytes: tuple[float, ...] = ()
     memory: MemoryFigures = NO_MEMORY
     utilization: float = 0.0
+
+
+def newest(rows: Sequence[StepRow], span_s: float) -> Sequence[StepRow]:
+    """Return the rows of the last ``span_s`` seconds, `LEAST_ROWS` at least where there are as many.
+
+    Rows tell of some steps only; those between two of them are taken to last as long.
+    """
+    first, spent_s = len(rows), 0.0
+    while first > 0 and (spent_s < span_s * (1 - 1e-9) or len(rows) - first < LEAST_ROWS):
+        first -= 1
+        steps = rows[first].step - rows[first - 1].step if first else 1
+        spent_s += rows[first].step_s * steps
+    return rows[first:]
 
 
 def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> WorkerFigures | None:

@@ -8,6 +8,7 @@ from functools import partial
 
 from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
 from picotron_ray.comm.reducers.choose import ReductionPlan
+from picotron_ray.comm.reducers.mesh_bounds import RANKS as MESH_RANKS
 from picotron_ray.comm.wire_bytes import ACTIVATIONS, EXPERTS, GRADIENTS, PARAMETERS
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.parallel.mesh import Mesh, axis_ranks, neighbours
@@ -44,13 +45,18 @@ def collective_plans(comm: CommConfig) -> dict[str, CollectivePlan]:
     }
 
 
-def reduction_candidates(plan: ReductionPlan, inner: int, *, own: bool = True) -> dict[str, ReductionPlan]:
+def reduction_candidates(
+    plan: ReductionPlan, inner: int, ranks: int, *, own: bool = True
+) -> dict[str, ReductionPlan]:
     """Exact plans to choose from, by name; two levels only where there are neighbourhoods of ``inner``.
 
+    A mesh of many ranks is not even tried: one step of it would take as long as hundreds of others.
+
     Args:
+        ranks: replicas that sum.
         own: whether own algorithms may replace the backend's (gloo's; NCCL chooses its own).
     """
-    names = ("ring", "tree", "mesh") if own else ()
+    names = ("ring", "tree", *(("mesh",) if ranks <= MESH_RANKS else ())) if own else ()
     found = {
         "overlapped": replace(plan, gradients="overlapped"),
         "reduce-scatter": replace(plan, gradients="reduce-scatter"),
@@ -135,7 +141,7 @@ def _gradients(
 
     ways: dict[str, Callable[[], None]] = {comm.gradients: lambda: None}
     if comm.selector and not mesh.layout.zero:
-        plans = reduction_candidates(reduction_plan(comm, mesh), inner, own=own)
+        plans = reduction_candidates(reduction_plan(comm, mesh), inner, mesh.layout.replicas, own=own)
         ways = {name: partial(gradients.use, plan) for name, plan in plans.items()}
     return Traveller(ways, cost, link)
 

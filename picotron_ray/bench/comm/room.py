@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from picotron_ray.bench.comm.figures import COMPRESSED
+from picotron_ray.comm.reducers import mesh_bounds
 
 COPIES = {"auto": 2, "ring": 3, "tree": 3, "reduce-scatter": 4, "hierarchical": 3, "topk": 14, "int8": 8}
 """Buffers of the message's size that a rank needs at its peak, the message and its original included."""
@@ -21,8 +22,9 @@ def room_bytes(strategy: str, size: int, group: int, collective: str = "all-redu
     """Memory that all ranks of a cell take together."""
     if collective != "all-reduce":
         return OF_COLLECTIVES[collective] * size * group
-    copies = group + MESH_COPIES if strategy == "mesh" else COPIES.get(strategy, MOST_COPIES)
-    return copies * size * group
+    if strategy == "mesh":
+        return (MESH_COPIES * size + mesh_bounds.room_bytes(size, group)) * group
+    return COPIES.get(strategy, MOST_COPIES) * size * group
 
 
 def usable_bytes(device: str) -> int:

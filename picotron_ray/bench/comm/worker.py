@@ -64,8 +64,13 @@ class Cells:
         made = [operation(*cell, self._groups[group], self._device) for cell in cells]
         return self._timed(made, self._groups[group])
 
+    @property
+    def _left_s(self) -> float:
+        """Seconds of the budget that are left; below zero where it is spent."""
+        return float(self._plan["budget_s"]) - (time.monotonic() - self._began)
+
     def _cut(self, needed_bytes: int) -> int:
-        if time.monotonic() - self._began > self._plan["budget_s"]:
+        if self._left_s < 0:
             return 1
         return 2 if needed_bytes > usable_bytes(self._device.type) else 0
 
@@ -76,9 +81,12 @@ class Cells:
         return int(told)
 
     def _timed(self, made: Sequence[Operation], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-        firsts = [self._seconds(one, group) for one in made]
-        left_s = (self._plan["budget_s"] - (time.monotonic() - self._began)) / len(made)
-        chosen = [repeats_for(first_s, left_s) for first_s in firsts]
+        firsts: list[float] = []
+        for one in made:
+            firsts.append(self._seconds(one, group))
+            if self._agreed(int(LEAST * sum(firsts) > self._left_s), group):
+                return [{"cut": "budget"}] * len(made)
+        chosen = [repeats_for(first_s, self._left_s / len(made)) for first_s in firsts]
         plans = [(self._agreed(warmups, group), self._agreed(repeats, group)) for warmups, repeats in chosen]
         seconds: list[list[float]] = [[] for _ in made]
         sent = [0] * len(made)

@@ -9,7 +9,7 @@ algorithm     source                                               rounds       
 ============  ===================================================  ====================  ==============
 ring          Patarasuk & Yuan 2009                                2 (R - 1)             2 (R - 1) / R n
 tree          binomial reduce and broadcast, Thakur et al. 2005    2 ceil(log2 R)        at most n per round
-mesh          each to each, added in the order of ranks            1                     (R - 1) n
+mesh          each to each, added in the order of ranks            1, large ones more    (R - 1) n
 ============  ===================================================  ====================  ==============
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from picotron_ray.comm.collectives.gather import gather_ring_, scatter_ring_
 from picotron_ray.comm.collectives.peers import CHUNK_BYTES, Peers, two_levels
+from picotron_ray.comm.reducers.mesh_bounds import piece_elements
 
 
 def parts_of(flat: Tensor, peers: Peers) -> list[Sequence[Tensor]]:
@@ -64,7 +65,12 @@ def broadcast_(flat: Tensor, peers: Peers) -> None:
 
 
 def mesh_(flat: Tensor, peers: Peers) -> None:
-    """Send ``flat`` to all peers at once and add up what comes, in their order."""
+    """Send ``flat`` to all peers at once and add up what comes, in their order; large ones piece by piece."""
+    for piece in flat.split(piece_elements(peers.count, flat.element_size())) if flat.numel() else ():
+        _mesh_round_(piece, peers)
+
+
+def _mesh_round_(flat: Tensor, peers: Peers) -> None:
     others = [peer for peer in range(peers.count) if peer != peers.index]
     found = {peer: torch.empty_like(flat) for peer in others}
     peers.swap([(peer, flat) for peer in others], list(found.items()))

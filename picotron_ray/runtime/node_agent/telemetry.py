@@ -14,7 +14,7 @@ from typing import Any
 
 from picotron_ray.runtime.node_agent.beats import Figures
 from picotron_ray.runtime.telemetry_page import SUFFIX, PageRows, read_rows
-from picotron_ray.runtime.telemetry_window import KEY, WorkerFigures, figures_of
+from picotron_ray.runtime.telemetry_window import KEY, WorkerFigures, figures_of, newest
 
 log = logging.getLogger(__name__)
 Utilizations = Callable[[], Mapping[str, float]]
@@ -67,4 +67,5 @@ class Telemetry:
 
     def _figures(self, page: PageRows) -> WorkerFigures | None:
         shares = self._seen.get(page.gpu, ())
-        return figures_of(page.rows, sum(shares) / len(shares) if shares else None)
+        rows = newest(page.rows, self._interval_s or 0.0)
+        return figures_of(rows, sum(shares) / len(shares) if shares else None)

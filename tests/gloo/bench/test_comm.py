@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,22 @@ def test_every_strategy_is_measured(tmp_path: Path) -> None:
     for way in ("flat", "ring", "mesh"):
         assert sent["all-gather", way] == sent["reduce-scatter", way] == 32768
     assert "selector: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_budget_names_what_it_cuts(tmp_path: Path) -> None:
+    """Sums of 256 MiB do not fit five times: they are cut after a call, not measured beyond the budget."""
+    target = tmp_path / "found.json"
+    asked = ["--groups", "2", "--sizes", "1KiB,256MiB", "--collectives", "all-reduce", "--budget-s", "6"]
+    command = [sys.executable, "-m", "picotron_ray.cli", "bench", "comm", *asked, "--json", str(target)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 60, "most of it is torchrun's start"
+    found = json.loads(target.read_text())
+    large = {cell["strategy"] for cell in found["cells"] if cell["size_bytes"] > 1024}
+    cut = {cell["strategy"] for cell in found["cuts"] if cell["cut"] == "budget"}
+    assert {cell["size_bytes"] for cell in found["cells"]} >= {1024}
+    assert cut
+    assert large | cut == {cell["strategy"] for cell in found["cells"] if cell["size_bytes"] == 1024}
+    assert not large & cut

@@ -25,7 +25,7 @@ FOUR = Layout(dp=4, micro_batch=1)
 
 
 NODES = ("a", "a", "b", "b")
-NAMES = list(reduction_candidates(ReductionPlan(), 2))
+NAMES = list(reduction_candidates(ReductionPlan(), 2, 4))
 
 
 def seconds(name: str, nbytes: int, across_bytes_s: float) -> float:
@@ -120,7 +120,13 @@ def test_a_thousand_ranks_are_looked_at_quickly() -> None:
 
 
 def test_without_neighbourhoods_there_are_no_two_levels() -> None:
-    assert "hierarchical" not in reduction_candidates(ReductionPlan(), 1)
+    assert "hierarchical" not in reduction_candidates(ReductionPlan(), 1, 4)
+
+
+def test_a_mesh_of_a_thousand_is_not_even_tried() -> None:
+    """One step of it would send as much as 500 of a ring."""
+    assert "mesh" in reduction_candidates(ReductionPlan(), 2, 8)
+    assert list(reduction_candidates(ReductionPlan(), 8, 1000)) == [name for name in NAMES if name != "mesh"]
 
 
 @pytest.mark.parametrize("layout", [FOUR, Layout(dp=2, pp=2, micro_batch=3)], ids=str)

@@ -15,10 +15,12 @@ from picotron_ray.runtime.node_agent.telemetry import Telemetry
 from picotron_ray.runtime.telemetry_page import StepRow, TelemetryPage
 from picotron_ray.runtime.telemetry_window import (
     KEY,
+    LEAST_ROWS,
     SERIES,
     WARM_UP,
     WorkerFigures,
     figures_of,
+    newest,
     window_of,
 )
 from tests.pure.runtime.test_telemetry_page import ROW
@@ -44,6 +46,21 @@ def test_first_steps_of_a_generation_count_for_nothing() -> None:
     assert (found.steps, found.last_step, found.series[0].max) == (10 - WARM_UP, 109, 0.8)
     assert figures_of(warm[:WARM_UP]) is None
     assert figures_of([]) is None
+
+
+def test_an_interval_holds_its_own_steps_alone() -> None:
+    """A step became slow: what is decided on must not be a mean with steps of an hour ago."""
+    fast, slow = rows(60, step_s=0.1), rows(40, step_s=2.0)
+    page = [*fast, *(row._replace(step=160 + at, ordinal=60 + at) for at, row in enumerate(slow))]
+    assert len(newest(page, 60.0)) == 30
+    assert {row.step_s for row in newest(page, 60.0)} == {2.0}
+    assert newest(page, 1.0) == page[-LEAST_ROWS:]
+    assert newest(page, 1e9) == page
+    assert newest([], 60.0) == []
+    sparse = [
+        row._replace(step=4 * row.step) for row in rows(100, step_s=1.0)
+    ]  # one step of four is measured
+    assert len(newest(sparse, 60.0)) == 15
 
 
 def test_phases_shares_and_means() -> None:

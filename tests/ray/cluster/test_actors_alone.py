@@ -32,6 +32,7 @@ from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
 from picotron_ray.runtime.coordinator.supervision import Supervisor
+from picotron_ray.runtime.coordinator.telemetry import RunTelemetry
 from picotron_ray.runtime.ray_cluster.connect import run_folders
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name
 from picotron_ray.runtime.worker import worker as worker_module
@@ -201,6 +202,9 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def note(*words: Any) -> None:
         told.append(words)
 
+    async def unchanged(begin: m.Begin) -> m.Begin:
+        return begin
+
     made: Any = Coordinator.__new__(Coordinator)
     made.told = told
     made.commands = []
@@ -225,7 +229,10 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         note_workers=lambda node, workers: None,
     )
     made._machine = SimpleNamespace(
-        handle=lambda event, now: note("event", event) or list(made.commands), eventful=True, slept_s=0.0
+        handle=lambda event, now: note("event", event) or list(made.commands),
+        eventful=True,
+        slept_s=0.0,
+        memory=SimpleNamespace(spec=None),
     )
     made._record = SimpleNamespace(
         observe=lambda event, commands, at_s, line: None,
@@ -238,6 +245,8 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         attached=lambda submission: note("attached", submission),
         status=lambda since, most_pages: {"since": since, "done": since > 5},
     )
+    made._telemetry = RunTelemetry(None, made._record)
+    made._calibrations = SimpleNamespace(observe=lambda memory, event, commands: None, begin=unchanged)
     made._tracking = SimpleNamespace(observe=lambda event, commands: note("tracked", event))
     made._chaos = SimpleNamespace(reached=lambda step: note("reached", step))
     made._followers = Followers()
@@ -436,10 +445,10 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator._cluster.keeping = note_async("keeping", {})
     tracking = SimpleNamespace(observe=lambda event, _: note("tracked")(event), finish=note_async("track"))
     monkeypatch.setattr(actor_module, "Tracking", lambda *_: tracking)
-    monkeypatch.setattr(actor_module, "LINGER_S", 0.0)
-    monkeypatch.setattr(actor_module.local_ray, "announce_end", note("announce end"))
-    monkeypatch.setattr(actor_module.kept_slots, "discard", note("discard"))
-    monkeypatch.setattr(actor_module.ray, "get_actor", lambda name, namespace: (name, namespace))
+    monkeypatch.setattr(closing, "LINGER_S", 0.0)
+    monkeypatch.setattr(closing.local_ray, "announce_end", note("announce end"))
+    monkeypatch.setattr(closing.kept_slots, "discard", note("discard"))
+    monkeypatch.setattr(closing.ray, "get_actor", lambda name, namespace: (name, namespace))
     coordinator.living = True
 
     async def is_living(name: str) -> bool:
@@ -451,7 +460,7 @@ def whole(coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return coordinator._store.is_newest()
 
     coordinator._executor.is_newest = is_newest
-    monkeypatch.setattr(actor_module.ray, "kill", note("kill"))
+    monkeypatch.setattr(closing.ray, "kill", note("kill"))
     return coordinator
 
 
@@ -687,7 +696,7 @@ def test_a_stale_coordinator_touches_nothing_of_its_successors_run(
         gone.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(actor_module.os, "_exit", leave)
+    monkeypatch.setattr(closing.os, "_exit", leave)
     for finish in (m.Finish("failed", "lost all its workers"), m.Finish("fenced", "refused")):
         whole.told.clear()
         with pytest.raises(SystemExit):
@@ -714,7 +723,7 @@ def test_an_end_that_an_agent_refuses_is_another_coordinators(
         gone.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(actor_module.os, "_exit", leave)
+    monkeypatch.setattr(closing.os, "_exit", leave)
     whole._cluster.heard, whole.living = 3, False
     whole.told.clear()
     with pytest.raises(SystemExit):

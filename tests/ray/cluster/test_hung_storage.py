@@ -18,8 +18,7 @@ import pytest
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.coordinator import messages as m
-from picotron_ray.runtime.coordinator import actor as actor_module
-from picotron_ray.runtime.coordinator import command_executor
+from picotron_ray.runtime.coordinator import closing, command_executor
 from picotron_ray.runtime.coordinator.actor import Coordinator
 from picotron_ray.runtime.coordinator.command_executor import CommandExecutor
 from picotron_ray.runtime.run_storage.run_store import RunStore
@@ -99,7 +98,7 @@ def made(
         delete(self, key)
 
     monkeypatch.setattr(LocalStorage, "delete", hang)
-    monkeypatch.setattr(actor_module.local_ray, "announce_end", lambda: None)
+    monkeypatch.setattr(closing.local_ray, "announce_end", lambda: None)
     runs: list[Run] = []
 
     def make(**storage: Any) -> Run:

@@ -191,7 +191,7 @@ def main(host: str, port: str, rank: str, world: str, folder: str) -> None:
 
     me = Rank(host, int(port), int(rank), int(world))
     inner = neighbours(me.groups.nodes)
-    exact = reduction_candidates(ReductionPlan(), inner)
+    exact = reduction_candidates(ReductionPlan(), inner, int(world))
     compressed = {name: ReductionPlan(name) for name in ("bf16", "int8", "topk")}
     before = me.measured(exact | compressed)
     choice = WayChoice("gradients", list(exact), "across nodes", me.rank == 0)

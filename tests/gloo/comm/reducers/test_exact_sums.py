@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import queue
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
+
+from picotron_ray.comm.reducers import mesh_bounds
 from picotron_ray.comm.reducers.choose import ReductionPlan
+from picotron_ray.comm.reducers.point_to_point import mesh_
 from picotron_ray.comm.wire_bytes import ring_share
 from tests.support.gloo.parallel_jobs.reducer_jobs import broadcasts, counted, sums
 from tests.support.gloo.pool import Pool
@@ -18,6 +24,7 @@ PLANS = [
     ReductionPlan("bucketed", "mesh", chunk_bytes=1024),
     ReductionPlan("hierarchical", inner=2, chunk_bytes=1024),
     ReductionPlan("hierarchical", "tree", inner=2),
+    ReductionPlan("hierarchical", "mesh", inner=2),
 ]
 
 
@@ -56,3 +63,32 @@ def test_what_is_counted_is_what_the_kernel_sends(pool: Pool) -> None:
         for plan, (mine, kernel) in zip(plans, found, strict=True):
             assert mine <= kernel < mine + 65536, plan
     assert ring_share(2**23, 2) == 2**22
+
+
+class Threads:
+    """Peers that are threads of this process, and the largest message between them."""
+
+    def __init__(self, index: int, boxes: list[list[queue.SimpleQueue[torch.Tensor]]]) -> None:
+        self.index, self.count, self._boxes = index, len(boxes), boxes
+        self.largest = 0
+
+    def swap(
+        self, outgoing: list[tuple[int, torch.Tensor]], incoming: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        for peer, tensor in outgoing:
+            self.largest = max(self.largest, tensor.numel())
+            self._boxes[self.index][peer].put(tensor.clone())
+        for peer, tensor in incoming:
+            tensor.copy_(self._boxes[peer][self.index].get(timeout=20))
+
+
+def test_a_mesh_takes_the_room_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large sum it holds a piece of each peer's buffer at a time."""
+    monkeypatch.setattr(mesh_bounds, "ROOM_BYTES", 5 * 3 * 8)
+    boxes = [[queue.SimpleQueue[torch.Tensor]() for _ in range(3)] for _ in range(3)]
+    peers = [Threads(index, boxes) for index in range(3)]
+    flats = [torch.arange(17.0, dtype=torch.float64) * 10**index for index in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(mesh_, flats, peers))  # type: ignore[arg-type]
+    assert [flat.tolist() for flat in flats] == [[111.0 * place for place in range(17)]] * 3
+    assert {peer.largest for peer in peers} == {5}

@@ -37,7 +37,8 @@ tune = typer.Typer(
 KINDS = ("layout", "hparams", "batch", "lr")
 
 Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
-Trials = Annotated[int, typer.Option(help="most trials; hparams: of pbt and pb2 by default the population")]
+Trials = Annotated[int, typer.Option(help="most trials")]
+Members = Annotated[int, typer.Option("--trials", help="most trials; pbt, pb2: by default the population")]
 Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
 Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")]
 Scheduler = Annotated[
@@ -97,7 +98,7 @@ def hparams(
     config: Config,
     overrides: Overrides = None,
     name: Name = None,
-    trials: Trials = 100,
+    trials: Members = 100,
     steps: Steps = 20,
     search: Search = "tpe",
     scheduler: Scheduler = "none",

@@ -28,7 +28,7 @@ from tuning.trial import study_trial
 from tuning.trial_rows import ENDED, rows_of, storage_failed, trials_of
 from tuning.trial_runs import GivenBack, StorageWatch, runs_url
 
-RETRIES = 1
+RETRIES = 2
 """Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
 
 
@@ -141,14 +141,14 @@ class Experiment:
                 storage_filesystem=remote,
                 failure_config=tune.FailureConfig(max_failures=RETRIES),
                 stop=budget,
-                callbacks=self._callbacks(budget),
+                callbacks=self._callbacks(budget, count),
                 verbose=0,
             ),
         )
 
-    def _callbacks(self, budget: StudyBudget) -> list[tune.Callback]:
+    def _callbacks(self, budget: StudyBudget, count: int) -> list[tune.Callback]:
         metrics = parse_objective(self.options.objective).metrics
-        shown = [budget, StorageWatch(), LiveTable(self.console, metrics)]
+        shown = [budget, StorageWatch(), LiveTable(self.console, metrics, count)]
         keep = self.options.keep_weights or self.options.population_based
         return shown if keep else [*shown, GivenBack(self.job, self.options.name)]
 

@@ -31,8 +31,8 @@ def rows_of(grid: ResultGrid) -> list[dict[str, Any]]:
 def row_of(trial: Any) -> dict[str, Any]:
     """A trial as plain data: its point, its figures, and what became of it.
 
-    ``status``: finished; stopped (by the scheduler or the budget); failed, with a reason; running; or
-    unfinished, where the study was interrupted.
+    ``status``: finished; stopped (by the scheduler or the budget); failed, with a reason; pending, running or
+    paused; or unfinished, where the study was interrupted.
     """
     figures = trial.last_result or {}
     status = _status(trial, figures)
@@ -66,8 +66,8 @@ def _status(trial: Any, figures: Mapping[str, Any]) -> str:
         return "failed"
     if figures.get("finished"):
         return "finished"
-    if trial.status in ("RUNNING", "PAUSED"):
-        return "running" if trial.status == "RUNNING" else "paused"
+    if trial.status in ("PENDING", "RUNNING", "PAUSED"):
+        return str(trial.status).lower()
     return "stopped" if figures.get("done") else "unfinished"  # an interrupted Tune calls both terminated
 
 

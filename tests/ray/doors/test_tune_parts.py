@@ -77,10 +77,10 @@ def test_a_terminal_shows_what_runs_first_and_how_many_of_each_there_are() -> No
     ended = FakeTrial("t1", {"optimizer.learning_rate": 0.01}, "TERMINATED", {"finished": True, "loss": 2.5})
     runs = FakeTrial("t2", {"optimizer.learning_rate": 0.02}, "RUNNING", {"step": 7, "loss": float("nan")})
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table([row_of(ended), row_of(runs)], ["loss"]))
+    console.print(table([row_of(ended), row_of(runs)], ["loss"], 9, 12.0))
     console.file.close()
     lines = [line for line in console.export_text().splitlines() if "learning_rate" in line or "run" in line]
-    assert "1 finished, 1 running" in lines[0]
+    assert "1 finished, 1 running, 7 to come of 9 trials, 12 s; best t1: loss 2.5" in lines[0]
     assert "t2" in lines[1]
     assert "learning_rate=0.02" in lines[1]
     assert "2.5" in lines[2]

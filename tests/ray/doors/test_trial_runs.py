@@ -14,7 +14,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import StorageError
-from tests.support.tuning import FakeTrial
+from tests.support.fake_trial import FakeTrial
 from tuning.errors import StudyStorageError, TrialFailedError
 
 FULL = "OSError: [Errno 28] No space left on device"

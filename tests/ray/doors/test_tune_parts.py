@@ -8,7 +8,7 @@ import pickle
 import pytest
 from rich.console import Console
 
-from tests.support.tuning import FakeTrial
+from tests.support.fake_trial import FakeTrial
 from tuning.spaces import Choice, Range
 from tuning.study_options import StudyOptions
 

@@ -70,7 +70,7 @@ class LiveTable(Callback):
 
 
 def table(rows: Sequence[dict[str, Any]], figures: Sequence[str], count: int, seconds: float) -> Group:
-    """How many trials there are of each state, and the best; then those that run, and the last to end."""
+    """Numbers of trials by state, and the best; then those that run, and the last to end."""
     shown = Table()
     for name in ("trial", "status", "point", "step", *figures):
         shown.add_column(name)

@@ -146,7 +146,7 @@ def agree(table: np.ndarray, layout: Layout) -> Agreement:
 
 
 def _rows(table: np.ndarray, layout: Layout) -> tuple[tuple[int, int, str], ...]:
-    """What each DP replica was fed: first row, last (half open), digest."""
+    """Rows that each DP replica was fed: first row, last (half open), digest."""
     ranks = np.arange(layout.world_size).reshape(layout.pp, layout.dp, -1)
     first = ranks[0, :, 0]
     of_replica = np.broadcast_to(first[None, :, None], ranks.shape).reshape(-1)

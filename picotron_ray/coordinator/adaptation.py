@@ -18,6 +18,7 @@ from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.adaptation_state import AdaptState, Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import Adapted, LayoutQuestion, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import Bottleneck
 from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
     REASON,
@@ -55,6 +56,8 @@ SLOW_STEPS = 50
 UNSTEADY, MOST_UNSTEADY = 0.1, 3
 """Change of a step's seconds from one look to the next above which figures hold old steps still, and looks in
 a row that are passed over for it."""
+MOST_TOLD = 32
+"""Reasons for no change that are remembered of a generation."""
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -134,24 +137,30 @@ def _question(memory: MachineMemory, calibration: Calibration) -> LayoutQuestion
 def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures) -> Calibration:
     """Factors by which this generation's steps exceed their estimate, where that has changed clearly.
 
-    The exposed reduction of gradients is told apart where there is one; what waits for data, copies and
-    other ranks counts for neither.
+    The exposed reduction of gradients is told apart where it was measured and the links that it speaks of
+    may exist; else both factors change alike. What waits for data, copies and other ranks counts for neither.
     """
     assert memory.spec is not None
     question = _question(memory, before)
     estimated_s, estimated_reduce_s = memory.plans.cost(memory.spec.layout, question)
     measured = reduce_s(figures)
     waits = sum(figures.phase_s.get(phase, 0.0) for phase in ("data", "snapshot", "sync"))
-    computing, by_estimate = figures.step_s - measured - waits, estimated_s - estimated_reduce_s
-    if not (0 < by_estimate < float("inf")) or computing <= 0:
+    spent, by_estimate = figures.step_s - waits, estimated_s - estimated_reduce_s
+    if not (0 < by_estimate < float("inf")) or spent <= measured:
         return before
-    compute = bounded(before.compute * computing / by_estimate)
-    told_apart = measured > 0 < estimated_reduce_s
-    links = bounded(before.communication * measured / estimated_reduce_s) if told_apart else compute
-    changes = (compute / before.compute, links / before.communication)
-    if all(1 / NOTICED <= change <= NOTICED for change in changes):
+    compute, links = (spent - measured) / by_estimate, 0.0
+    if measured > 0 < estimated_reduce_s:
+        links = measured / estimated_reduce_s
+    if not _times(before, compute, links).believed:
+        compute = links = spent / estimated_s
+    if all(1 / NOTICED <= change <= NOTICED for change in (compute, links)):
         return before
-    return Calibration(compute, links)
+    found = _times(before, compute, links)
+    return replace(found, compute=bounded(found.compute), communication=bounded(found.communication))
+
+
+def _times(before: Calibration, compute: float, links: float) -> Calibration:
+    return replace(before, compute=before.compute * compute, communication=before.communication * links)
 
 
 def _offers(memory: MachineMemory, figures: RunFigures, found: list[Found]) -> list[Offer] | None:
@@ -244,7 +253,7 @@ def _chosen(
             why = f"the last change of {offer.kind} was made too short a time ago"
             continue
         return _leave_for(memory, figures, offer, seen)
-    _tell_once(memory, f"{seen}: {why}")
+    _tell_once(memory, f"{seen}: {why}", [one.bottleneck for one in found], why)
     return None
 
 
@@ -286,10 +295,12 @@ def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str |
     return reason
 
 
-def _tell_once(memory: MachineMemory, text: str) -> None:
-    """Tell why nothing is changed, where that was not the last thing told of this generation."""
+def _tell_once(memory: MachineMemory, text: str, found: list[Bottleneck], why: str) -> None:
+    """Tell why nothing is changed, where the same was not told of this generation, whatever the figures."""
     assert memory.spec is not None
-    key = f"{memory.spec.id} {text.partition('%')[2]}"
-    if memory.adaptation.told != key:
-        memory.adaptation = replace(memory.adaptation, told=key)
+    of = f"{memory.spec.id} "
+    key = f"{of}{', '.join(dict.fromkeys(found))}: {''.join(c for c in why if c not in '-.0123456789')}"
+    told = tuple(one for one in memory.adaptation.told if one.startswith(of))
+    if key not in told:
+        memory.adaptation = replace(memory.adaptation, told=(*told[-MOST_TOLD:], key))
         memory.alert("info", ADAPT, f"nothing is changed: {text}", action="none", step=memory.seen_step)

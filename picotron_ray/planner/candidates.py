@@ -30,12 +30,15 @@ def candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         yield layout
 
 
-def degrees_allowed(job: JobConfig, workers: int) -> list[Degrees]:
-    """Degrees on at most ``workers`` ranks that divide model and batch, and that ``job.layout`` allows."""
+def degrees_allowed(job: JobConfig, workers: int, above: int = 0) -> list[Degrees]:
+    """Degrees that divide model and batch, and that ``job.layout`` allows.
+
+    They are on at most ``workers`` ranks and on more than ``above``.
+    """
     asked = asked_degrees(job)
     return [
         degrees
-        for degrees in fitting_degrees(job, workers)
+        for degrees in fitting_degrees(job, workers, above)
         if all(want in ("auto", degree) for degree, want in zip(degrees, asked, strict=True))
     ]
 
@@ -54,7 +57,7 @@ def shardings(job: JobConfig, degrees: Degrees) -> list[Sharding]:
     return [
         Sharding(zero, copies, ep)
         for zero, copies in _shardings(job, replicas)
-        for ep in _expert_degrees(job, replicas)
+        for ep in expert_degrees(job, replicas)
     ]
 
 
@@ -97,7 +100,7 @@ def _shardings(job: JobConfig, replicas: int) -> list[tuple[Zero, int]]:
     ]
 
 
-def _expert_degrees(job: JobConfig, replicas: int) -> list[int]:
+def expert_degrees(job: JobConfig, replicas: int) -> list[int]:
     """Expert-parallel degrees worth a look: what the job asks for, else all that divide."""
     if job.layout.ep != "auto":
         return [job.layout.ep]

@@ -118,6 +118,26 @@ def step_cost(
     )
 
 
+def sharing_s(
+    job: JobConfig,
+    layout: Layout,
+    profile: DeviceProfile,
+    node_sizes: tuple[int, ...],
+    micro_batch_s: float,
+) -> float:
+    """Seconds of `step_cost` that depend on how replicas share their state, activations not offloaded.
+
+    Args:
+        micro_batch_s: arithmetic of one micro-batch.
+    """
+    micro_batches = layout.micro_batches(job.data.global_batch)
+    traffic = _data(job, layout, profile, node_sizes, micro_batches)
+    exposed = _exposed(layout, profile, traffic, micro_batch_s, micro_batches)
+    moments = replace(layout, offload_activations=False)
+    away = offload_s(job, moments, profile) if job.optimizer.offload else 0.0
+    return exposed + away + _optimizer(job, layout, profile)
+
+
 def _depths(job: JobConfig, layout: Layout, profile: DeviceProfile, rank: int) -> int:
     """Layers of a pipeline rank."""
     layers, stages = sizes_of(job.model).layers, layout.stages
@@ -149,7 +169,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(layout: Layout) -> _Shape:
-    return _Shape(*(getattr(layout, name) for name in _Shape._fields))
+    return _Shape(layout.pp, layout.virtual_stages, layout.schedule, layout.placement, layout.stage_blocks)
 
 
 @remember_latest

@@ -106,6 +106,12 @@ def fullest_state_bytes(job: JobConfig, layout: Layout) -> float:
     return max(rank_state(job, layout, rank).state for rank in range(layout.pp))
 
 
+def end_state_bytes(job: JobConfig, layout: Layout) -> float:
+    """Bytes of the state alone on the fuller one of the ranks with the first and the last stage."""
+    first, last = layout.first_stage_rank, layout.last_stage_rank
+    return max(rank_state(job, layout, rank).state for rank in {first, last})
+
+
 def rank_state(job: JobConfig, layout: Layout, rank: int) -> RankState:
     """The state of one pipeline rank."""
     shape = (layout.pp, layout.virtual_stages, layout.schedule, layout.placement, layout.stage_blocks)

@@ -151,14 +151,14 @@ def rank_moments(
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
         at_work=tokens / cut * sizes.at_work * item + _largest_matrix(job, layout) * (item + narrow),
         head_copy=head * item if casts(job) else 0.0,
-        logits=_logits(job, layout, tokens, head * (item + narrow), flying) if head else HeadBytes(),
+        logits=logit_bytes(job, layout, tokens, head * (item + narrow), flying) if head else HeadBytes(),
         ends=embed * wide + tokens / cut * sizes.hidden * wide if embed else 0.0,
         gathered=_gathered(job, layout, head * wide, embed * wide, depth, whole, part),
         fresh=(whole if unreduced else part) if together else 0.0,
     )
 
 
-def _logits(job: JobConfig, layout: Layout, tokens: float, weight: float, flying: float) -> HeadBytes:
+def logit_bytes(job: JobConfig, layout: Layout, tokens: float, weight: float, flying: float) -> HeadBytes:
     """Bytes of logits when they are made, when the loss is, and when the head's gradient (``weight``) is.
 
     In a pipeline a micro-batch keeps its softmax and its output until its backward pass.

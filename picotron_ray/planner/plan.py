@@ -225,10 +225,11 @@ def _search(
     profile: DeviceProfile,
     keep: int,
     limit_s: float = math.inf,
+    above: int = 0,
 ) -> BestFirst:
     budget = budget_bytes(job, profile.memory_bytes)
     search = BestFirst(job, profile, distinct(hardware.node_sizes(gpus)), budget, keep, limit_s)
-    search.run(gpus)
+    search.run(gpus, above)
     return search
 
 
@@ -237,16 +238,24 @@ def _total(job: JobConfig, layout: Layout) -> float:
 
 
 def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> list[Purchase]:
-    """Steps with one node more, and with a tenth more memory; left out where they would be no shorter."""
+    """Steps with one node more, and with a tenth more memory; left out where they would be no shorter.
+
+    What runs on the devices at hand alone is not looked at again on more of them.
+    """
     more = gpus + (hardware.node_size if gpus % hardware.node_size == 0 else 1)
     roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
     gigabytes = 0.1 * hardware.device_bytes / 1e9
     bought = []
-    for what, count, profile in (
-        (f"{more - gpus} more {'GPUs' if hardware.device == 'cuda' else 'workers'}", more, hardware.profile),
-        (f"{gigabytes:.3g} GB more a {'GPU' if hardware.device == 'cuda' else 'worker'}", gpus, roomier),
+    for what, count, profile, above in (
+        (
+            f"{more - gpus} more {'GPUs' if hardware.device == 'cuda' else 'workers'}",
+            more,
+            hardware.profile,
+            gpus,
+        ),
+        (f"{gigabytes:.3g} GB more a {'GPU' if hardware.device == 'cuda' else 'worker'}", gpus, roomier, 0),
     ):
-        found = _search(for_devices(job, count, hardware.device), count, hardware, profile, 1, step_s).found
+        found = _search(job, count, hardware, profile, 1, step_s, above).found
         if found:
             bought.append(Purchase(what, *found[0]))
     return bought

@@ -128,7 +128,8 @@ def validation_lines(found: Validation) -> Iterator[str]:
         yield f"  {summary['judged']} judged" + (f": {', '.join(figures)}" if figures else ", no prediction")
     yield (
         f"Megatron leaving one row out: MAPE {100 * found.megatron_held_out_mape:.1f} %; other sources by one"
-        f" row of each: MAPE {100 * found.others_mape:.1f} %, worst {100 * found.others_worst:.1f} %"
+        f" row of each: MAPE {100 * found.others_mape:.1f} %, worst {100 * found.others_worst:.1f} %; rank"
+        f" correlation within a judged source {found.least_rank_correlation:.3f} or more"
     )
 
 

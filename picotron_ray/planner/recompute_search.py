@@ -19,6 +19,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems, splits_backward
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, policy_of
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.cost import block_again, slack_s
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import fullest_state_bytes, rank_needs
@@ -97,7 +98,30 @@ def least_added_s(
     if _may_select(job, layout):
         prices.append(of["selective"] / _most_saved(lambda number: needs(0, number), depth))
     added = min((kept - budget) * min(prices), depth * of["full"]) - slack_s(job, layout, profile)
-    return layout.micro_batches(job.data.global_batch) * max(0.0, added)
+    return passes(job, layout) * max(0.0, added)
+
+
+def first_rank_added_s(
+    job: JobConfig,
+    layout: Layout,
+    budget: float,
+    profile: DeviceProfile = CPU,
+    node_sizes: tuple[int, ...] = (),
+) -> float:
+    """Lower bound as `least_added_s`, by the cheapest recomputation of the first rank; infinite for none."""
+    needed, depth = rank_needs(job, layout, 0), sum(rank_depths(job, layout, 0))
+    of, selective = block_again(job, layout, profile, node_sizes), _may_select(job, layout)
+    ways = _fewest(depth, lambda again: needed(again) <= budget, selective)
+    cheapest = min(
+        (again.full * of["full"] + again.selective * of["selective"] for again in ways), default=math.inf
+    )
+    return passes(job, layout) * max(0.0, cheapest - slack_s(job, layout, profile))
+
+
+def passes(job: JobConfig, layout: Layout) -> float:
+    """Micro-batches of a step, and those for which its pipeline fills and drains."""
+    shape = layout.pipeline_shape(job.data.global_batch)
+    return shape.micro_batches + schedule_of(layout.schedule, job.layout.actions).waiting(shape)
 
 
 def _most_saved(needs: Callable[[int], float], depth: int) -> float:

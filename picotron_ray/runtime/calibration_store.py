@@ -13,13 +13,12 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.settings import with_settings
-from picotron_ray.coordinator.messages import GenerationSpec, RunFigures
-from picotron_ray.observability.nvml import Gpus
 from picotron_ray.planner.calibration_history import (
     CalibrationHistory,
     Correction,
@@ -30,6 +29,9 @@ from picotron_ray.planner.calibration_history import (
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.runtime.ray_cluster.names import event_folder
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
+
+if TYPE_CHECKING:
+    from picotron_ray.coordinator.messages import GenerationSpec, RunFigures
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 1 << 22
@@ -44,6 +46,8 @@ def folder() -> Path:
 def hardware_here(device: str) -> str:
     """Name of this machine's hardware: its card's, or its processor's with the cores that may be used."""
     if device == "cuda":
+        from picotron_ray.observability.nvml import Gpus  # plans import this file, and should be quick
+
         cards = Gpus().cards()
         return cards[0].name if cards else "cuda"
     names = re.findall(r"model name\s*:\s*(.+)", _text(Path("/proc/cpuinfo")))

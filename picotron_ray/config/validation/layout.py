@@ -297,8 +297,8 @@ class Degrees(NamedTuple):
         return " ".join([*shown, f"cp={self.cp}"] if self.cp > 1 else shown)
 
 
-def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
-    """All degrees that divide model and batch and use at most ``workers`` ranks.
+def fitting_degrees(job: JobConfig, workers: int, above: int = 0) -> list[Degrees]:
+    """All degrees that divide model and batch and use at most ``workers`` ranks, and more than ``above``.
 
     They are judged with the smallest micro-batch, which admits the most pipelines. Of ``job.layout`` only
     three things count: its schedule, its expert parallelism, and whether ``cp`` is other than 1.
@@ -316,7 +316,8 @@ def fitting_degrees(job: JobConfig, workers: int) -> list[Degrees]:
             for cp in _up_to(pipelines) if job.layout.cp != 1 else (1,):
                 if any(_context_problems(job, cp, tp)) or any(_fp8_problems(job, cp, tp)):
                     continue
-                for dp in _up_to(min(pipelines // cp, job.data.global_batch)):
+                most = min(pipelines // cp, job.data.global_batch)
+                for dp in range(above // (tp * pp * cp) + 1, most + 1):
                     layout = Layout(
                         dp=dp,
                         tp=tp,

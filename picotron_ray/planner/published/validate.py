@@ -62,6 +62,8 @@ class Validation:
     others_mape: float
     """mean over the sources of each one's mean absolute error, so that no source outweighs the rest"""
     others_worst: float
+    least_rank_correlation: float
+    """of the sources with judged rows, three rows at least; how a source's own rows are ordered"""
     by_source: dict[str, dict[str, float | int | None]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class Validation:
             "megatron_held_out_mape": self.megatron_held_out_mape,
             "others_mape": self.others_mape,
             "others_worst": self.others_worst,
+            "least_rank_correlation": self.least_rank_correlation,
             "sources": self.by_source,
         }
 
@@ -87,6 +90,11 @@ def validate() -> Validation:
         megatron_held_out_mape=_mape([one for one in judged if one.run.source == MEGATRON]),
         others_mape=sum(means) / len(means),
         others_worst=max(abs(one.error or 0.0) for one in others),
+        least_rank_correlation=min(
+            correlation
+            for name in _names(judged)
+            if (correlation := by_source[name]["rank_correlation"]) is not None
+        ),
         by_source=by_source,
     )
 

@@ -11,9 +11,8 @@ from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
-from picotron_ray.planner import best_first
 from picotron_ray.planner import cost as cost_module
-from picotron_ray.planner.cost import StepCost, block_again, step_cost
+from picotron_ray.planner.cost import block_again, step_cost
 from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.memory import memory_estimate, rank_memory
 from picotron_ray.planner.memory_moments import rank_moments
@@ -152,9 +151,3 @@ def test_a_budget_may_be_filled() -> None:
     needs = memory_estimate(named, layout).total_bytes
     assert cheapest_recompute(named, layout, needs) == layout
     assert cheapest_recompute(named, layout, needs - 1) is None
-
-
-def test_the_least_that_a_candidate_costs_leaves_out_offloaded_activations() -> None:
-    cost = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, offload_s=4.0)
-    least = {away: best_first.least_s(cost, Layout(offload_activations=away)) for away in (False, True)}
-    assert least == {False: 5.0, True: 1.0}

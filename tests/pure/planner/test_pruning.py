@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,18 @@ from hypothesis import strategies as st
 from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst, kind_of
 from picotron_ray.planner.candidates import candidates
-from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.cost import sharing_s, step_cost
 from picotron_ray.planner.datasheet import GPU, profile_of
 from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
+from picotron_ray.planner.plan import plan
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from picotron_ray.planner.search import choose_layout
+from picotron_ray.planner.software_profile import OURS, PLAIN
 
 H100 = profile_of("cuda", 81559 * 2**20)
 
@@ -71,22 +76,97 @@ def test_one_in_thirty_candidates_of_70b_on_256_cards_is_costed() -> None:
     experts=st.sampled_from([0, 4]),
     tight=st.sampled_from([1.0, 0.5, 0.25, 0.1]),
     nodes=st.booleans(),
+    half=st.sampled_from([0.0, 64.0]),
+    more=st.sampled_from(
+        [
+            {},
+            {"layout": {"schedule": "auto"}},
+            {"layout": {"recompute": "full"}},
+            {"precision": "bf16"},
+            {"kernels": {"loss": "linear"}},
+            {"optimizer": {"name": "sgd"}},
+            {"layout": {"offload_activations": True}},
+        ]
+    ),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_two_best_are_those_of_an_exhaustive_search(
-    workers: int, batch: int, layers: int, experts: int, tight: float, nodes: bool
+    workers: int,
+    batch: int,
+    layers: int,
+    experts: int,
+    tight: float,
+    nodes: bool,
+    half: float,
+    more: dict[str, Any],
 ) -> None:
     moe = {"moe": {"experts": experts, "intermediate_size": 64}} if experts else {}
-    tree = {"model": {"layers": layers, **moe}, "data": {"global_batch": batch}, "layout": {"ep": "auto"}}
+    layout = {"ep": "auto", **more.get("layout", {})}
+    tree = {"model": {"layers": layers, **moe}, "data": {"global_batch": batch}, **more, "layout": layout}
     job = parse_job(tree)
     whole = memory_estimate(job, next(candidates(job, 1))).total_bytes
-    profile = DeviceProfile(5e9, tight * whole, 1e9, 1e-4, node_link_bytes_s=1e8, kernel_s=1e-4)
+    profile = DeviceProfile(
+        5e9, tight * whole, 1e9, 1e-4, node_link_bytes_s=1e8, kernel_s=1e-4, matmul_half=half,
+        attention_flops=5e9 if half else 0.0, attention_backward_flops=4e9 if half else 0.0,
+        software=OURS if half else PLAIN,
+    )  # fmt: skip
     sizes = (workers - workers // 2, workers // 2) if nodes and workers > 1 else ()
     expected = exhaustive(job, workers, sizes, profile)[:2]
     found = BestFirst(job, profile, sizes, budget_bytes(job, profile.memory_bytes))
     found.run(workers)
     assert [cost for cost, _ in found.found] == pytest.approx([cost for cost, _ in expected])
     assert [layout for _, layout in found.found] == [layout for _, layout in expected]
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"offload": True}])
+@pytest.mark.parametrize("away", [False, True])
+def test_a_bound_and_what_replicas_share_are_the_cost(away: bool, optimizer: dict[str, Any]) -> None:
+    """But for activations that are offloaded: recomputation leaves less of them."""
+    job = parse_job({"optimizer": optimizer, "cluster": {"device": "cuda"}})
+    for layout in (
+        Layout(dp=4, zero=2),
+        Layout(dp=4, zero=1, replicate=2, pp=2),
+        Layout(dp=2, micro_batch=2),
+    ):
+        cost = step_cost(job, replace(layout, offload_activations=away), H100, (4, 4))
+        one = cost.compute_s / layout.micro_batches(job.data.global_batch)
+        shares = sharing_s(job, replace(layout, offload_activations=away), H100, (4, 4), one)
+        alone = step_cost(job, layout, H100, (4, 4))
+        assert shares == pytest.approx(cost.data_s + cost.optimizer_s + alone.offload_s)
+
+
+@given(
+    workers=st.integers(2, 6),
+    above=st.integers(1, 5),
+    batch=st.integers(4, 12),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_search_of_more_workers_leaves_out_what_fewer_can_run(workers: int, above: int, batch: int) -> None:
+    job = parse_job({"model": {"layers": 3}, "data": {"global_batch": batch}})
+    profile = DeviceProfile(5e9, 8e9, 1e9, 1e-4)
+    found = BestFirst(job, profile, (), budget_bytes(job, profile.memory_bytes), keep=1)
+    found.run(workers, above)
+    fitting = [one for one in exhaustive(job, workers, (), profile) if one[1].world_size > above]
+    assert found.found == fitting[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "limit_s"),
+    [
+        ("llama-3-70b", 64, 1.0),
+        pytest.param("llama-3-70b", 1024, 5.0, marks=pytest.mark.deep),
+        pytest.param("llama-3.1-405b", 16384, 20.0, marks=pytest.mark.deep),
+    ],
+)
+def test_a_plan_takes_few_seconds_of_one_core(name: str, gpus: int, limit_s: float) -> None:
+    """The whole plan: the search, its table, and what more devices and more memory would buy."""
+    job, h100 = load_job(name, ["data.path=unread", f"cluster.max_workers={gpus}"]), hardware("h100-80g")
+    began = time.process_time()
+    found = plan(job, gpus, h100, clock=time.process_time)
+    spent_s = time.process_time() - began
+    print(f"{name} on {gpus}: {found.seconds:.2f} s of CPU for the search, {spent_s:.2f} s for the plan")
+    assert found.seconds < limit_s
+    assert spent_s < limit_s
 
 
 def test_the_runner_up_is_named_with_what_it_lost_by() -> None:

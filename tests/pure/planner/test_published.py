@@ -47,6 +47,10 @@ def test_megatron_is_predicted_by_its_other_rows(found: Validation) -> None:
 def test_the_other_sources_are_predicted_by_one_row_of_each(found: Validation) -> None:
     assert found.others_mape <= 0.12
     assert found.others_worst <= 0.30
+    assert found.least_rank_correlation >= 0.9
+    assert found.to_dict()["least_rank_correlation"] == min(
+        found.by_source[source]["rank_correlation"] or 0.0 for source in ("Korthikanti et al. 2022", *JUDGED)
+    )
     for source in JUDGED:
         summary = found.by_source[source]
         assert summary["rank_correlation"] is not None

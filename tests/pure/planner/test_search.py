@@ -66,11 +66,11 @@ def test_expert_degrees() -> None:
     mixture = parse_job(
         {"model": {"moe": {"experts": 12, "intermediate_size": 16}}, "layout": {"ep": "auto"}}
     )
-    assert candidates._expert_degrees(mixture, 8) == [1, 2, 4]
-    assert candidates._expert_degrees(mixture, 5) == [1]
-    assert candidates._expert_degrees(job(ep="auto"), 8) == [1]
+    assert candidates.expert_degrees(mixture, 8) == [1, 2, 4]
+    assert candidates.expert_degrees(mixture, 5) == [1]
+    assert candidates.expert_degrees(job(ep="auto"), 8) == [1]
     named = mixture.layout.model_copy(update={"ep": 3})
-    assert candidates._expert_degrees(mixture.model_copy(update={"layout": named}), 8) == [3]
+    assert candidates.expert_degrees(mixture.model_copy(update={"layout": named}), 8) == [3]
 
 
 def test_the_reason_counts_candidates_and_idle_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import combinations, pairwise
 
 import pytest
@@ -27,6 +28,22 @@ CASES = [
 
 @pytest.mark.parametrize(("costs", "first", "last", "stages"), CASES)
 def test_no_cut_has_a_cheaper_worst_stage(costs: list[float], first: float, last: float, stages: int) -> None:
+    assert_no_cut_is_better(costs, first, last, stages)
+
+
+def test_no_cut_is_better_in_a_thousand_drawn_cases() -> None:
+    """Half of them of equal layers, which are cut another way."""
+    draw = random.Random(13)
+    for number in range(1000):
+        layers = draw.randint(1, 10)
+        costs = [draw.choice((1.0, 2.5, 7.0, draw.uniform(0.1, 9.0))) for _ in range(layers)]
+        if number % 2:
+            costs = costs[:1] * layers
+        ends = [draw.choice((0.0, draw.uniform(0.0, 20.0))) for _ in range(2)]
+        assert_no_cut_is_better(costs, *ends, draw.randint(1, layers))
+
+
+def assert_no_cut_is_better(costs: list[float], first: float, last: float, stages: int) -> None:
     layers = len(costs)
 
     def worst(bounds: tuple[tuple[int, int], ...]) -> float:
@@ -38,7 +55,7 @@ def test_no_cut_has_a_cheaper_worst_stage(costs: list[float], first: float, last
     every = [tuple(pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
     found = partition(costs, first, last, stages)
     assert found in every
-    assert worst(found) == min(map(worst, every))
+    assert worst(found) == pytest.approx(min(map(worst, every)), rel=1e-12)
 
 
 def test_the_head_counts() -> None:

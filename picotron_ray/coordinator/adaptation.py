@@ -49,6 +49,8 @@ from picotron_ray.planner.memory import memory_estimate
 
 ADAPT = "adapt"
 """Kind of the alerts that tell decisions."""
+NOT_SEEN = "what passes wait for is not measured on this device at this layout, so neither are slow replicas"
+"""Why nothing is done where all that was measured is in order."""
 PATIENCE_S = 60.0
 """Longest wait for the planner's answers to suggestions."""
 SLOW_STEPS = 50
@@ -58,6 +60,9 @@ UNSTEADY, MOST_UNSTEADY = 0.1, 3
 a row that are passed over for it."""
 MOST_TOLD = 32
 """Reasons for no change that are remembered of a generation."""
+NOT_SEEN = (
+    "on this device passes wait for other ranks unseen at this layout, so slow replicas are not measured"
+)
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -238,6 +243,8 @@ def _chosen(
     assert memory.spec is not None
     config, known = memory.job.adapt, memory.adapted
     if not found:
+        if not figures.waits_seen:
+            _tell_once(memory, NOT_SEEN, [], NOT_SEEN)
         return None
     seen = "; ".join(one.text for one in found)
     left = left_in_hour(memory.adaptation.times, memory.now, config.budget)

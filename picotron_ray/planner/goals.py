@@ -15,11 +15,12 @@ from typing import Literal, get_args
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.after_loss import after_loss_s, devices_left, said_after
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.memory_causes import memory_by_cause
-from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, for_devices, plan
+from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, plan
 from picotron_ray.planner.refusal import lean_layouts
 from picotron_ray.planner.search import distinct
 
@@ -160,9 +161,9 @@ def plan_for(
     if goal.name == "throughput":
         found = plan(job, gpus, hardware, clock=clock)
     elif goal.name == "memory":
-        found = _leanest(plan(job, gpus, hardware, clock=clock))
+        found = _leanest(plan(job, gpus, hardware, buys=False, clock=clock))
     else:
-        found = _reordered(plan(job, gpus, hardware, keep=CANDIDATES, clock=clock), goal)
+        found = _reordered(plan(job, gpus, hardware, keep=CANDIDATES, buys=False, clock=clock), goal)
     _check_deadline(found, goal)
     return found
 
@@ -227,12 +228,14 @@ def _planned(job: JobConfig, gpus: int, hardware: Hardware) -> PlanReport | None
 def _reordered(found: PlanReport, goal: Goal) -> PlanReport:
     """The table in the order of the goal; equals stay in the order of their seconds."""
     if goal.name == "robust":
-        after = {step.layout: _after_loss_s(found, step.layout, goal.losing) for step in found.table}
+        after = after_loss_s(found, goal.losing)
         steps = sorted(found.table, key=lambda step: after[step.layout])
-        nodes = f"{goal.losing} node{'s' * (goal.losing > 1)}"
-        reasons = [f"{after[step.layout]:.4g} s a step after losing {nodes}" for step in steps]
+        reasons = [said_after(after[step.layout], goal.losing) for step in steps]
         if math.isinf(after[steps[0].layout]):
-            raise ConfigError(f"--losing: saw {goal.losing} of the nodes, expected some replica to be left")
+            raise ConfigError(
+                f"--losing: saw {goal.losing} of the nodes, expected one of these layouts to fit on the"
+                f" {devices_left(found, goal.losing)} devices that are left; lose fewer, or raise --gpus"
+            )
     else:
         score = _scores(found.table)
         steps = sorted(found.table, key=lambda step: score[step.layout])
@@ -262,27 +265,10 @@ def _with_table(found: PlanReport, steps: list[PlannedStep], reasons: list[str])
     return replace(
         found,
         table=tuple(steps[:TABLE]),
+        reason=reasons[0],
         rejected=(*lost, *large),
         by_rank=tuple(memory_by_cause(found.job, best, rank) for rank in range(best.pp)),
     )
-
-
-def _after_loss_s(found: PlanReport, layout: Layout, nodes: int) -> float:
-    """Seconds per step of the same layout with as many replicas as the nodes that are left can hold."""
-    left = found.gpus - nodes * found.hardware.node_size
-    dp = layout.dp * left // layout.world_size if left < layout.world_size else layout.dp
-    if dp < 1:
-        return math.inf
-    copies = layout.replicate if dp * layout.cp % layout.replicate == 0 else 1
-    copies = copies if copies < dp * layout.cp else 1
-    fewer = replace(layout, dp=dp, replicate=copies, replica_rows=())
-    job, sizes = (
-        for_devices(found.job, left, found.hardware.device),
-        distinct(found.hardware.node_sizes(left)),
-    )
-    if memory_estimate(job, fewer).total_bytes > found.budget_bytes:  # fewer replicas share the state
-        return math.inf
-    return step_cost(job, fewer, found.hardware.profile, sizes).total_s
 
 
 def communication_s(cost: StepCost) -> float:

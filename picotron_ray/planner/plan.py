@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.best_first import BestFirst
+from picotron_ray.planner.best_first import BestFirst, Choice
 from picotron_ray.planner.comm_cost import group_link
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
@@ -71,7 +71,9 @@ class PlanReport:
         table: the best layouts, the one to run first.
         rejected: layouts that lost or do not fit, with the reason.
         by_rank: memory by cause of every pipeline rank, in bytes.
-        purchases: what the next node and the next tenth of memory would buy.
+        purchases: what the next node and the next tenth of memory would buy in seconds; none under a goal
+            that is not seconds.
+        reason: why the layout to run comes first, under a goal that is not seconds.
         seconds: that the search took.
         costed: candidates whose cost was computed.
     """
@@ -86,6 +88,7 @@ class PlanReport:
     purchases: tuple[Purchase, ...]
     seconds: float
     costed: int
+    reason: str = ""
 
     @property
     def best(self) -> PlannedStep:
@@ -139,6 +142,7 @@ class PlanReport:
             },
             "routes": [route._asdict() for route in self.routes()],
             "best": [self._row(step) for step in self.table],
+            "reason": self.reason,
             "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in self.rejected],
             "buys": [
                 {"what": one.what, "step_s": one.step_s, "layout": str(one.layout)} for one in self.purchases
@@ -231,6 +235,13 @@ def _search(
     search = BestFirst(job, profile, distinct(hardware.node_sizes(gpus)), budget, keep, limit_s)
     search.run(gpus, above)
     return search
+
+
+def searched(job: JobConfig, hardware: Hardware, gpus: int) -> Choice | None:
+    """The fastest layout of a job with definite precision, and its seconds per step; None where none fits."""
+    hardware = hardware.of_devices(gpus)
+    found = _search(job, gpus, hardware, hardware.profile, 1).found
+    return found[0] if found else None
 
 
 def _total(job: JobConfig, layout: Layout) -> float:

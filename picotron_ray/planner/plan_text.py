@@ -38,7 +38,7 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     yield f"memory     of {plan.budget_bytes / 1e9:.3g} GB that an estimate may fill:"
     yield from _memory_lines(plan)
     yield "the best layouts:"
-    for step, lost in zip(plan.table, ("", *(reason for _, reason in plan.rejected)), strict=False):
+    for step, lost in zip(plan.table, (plan.reason, *(reason for _, reason in plan.rejected)), strict=False):
         yield (
             f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / 1e9:6.1f} GB  {str(step.layout)[:70]}"
             f"{f'  ({lost})' if lost else ''}"

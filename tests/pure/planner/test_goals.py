@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError
-from picotron_ray.layout.layout import Layout
 from picotron_ray.planner import goals
+from picotron_ray.planner.after_loss import after_loss_s, said_after
 from picotron_ray.planner.goals import (
     Goal,
     goal_of,
@@ -21,8 +20,8 @@ from picotron_ray.planner.goals import (
     seconds_of,
 )
 from picotron_ray.planner.hardware import hardware
-from picotron_ray.planner.memory import memory_estimate
-from picotron_ray.planner.plan import for_devices, plan
+from picotron_ray.planner.plan import plan
+from picotron_ray.planner.plan_text import plan_lines
 from picotron_ray.planner.refusal import leanest_bytes
 
 H100 = hardware("h100-80g")
@@ -84,11 +83,40 @@ def test_the_leanest_takes_least_of_all_candidates(job: Any) -> None:
 
 def test_a_robust_layout_loses_least(job: Any) -> None:
     found = plan_for(job, 32, H100, Goal("robust", losing=1))
-    after = [goals._after_loss_s(found, step.layout, 1) for step in found.table]
+    after = [after_loss_s(found, 1)[step.layout] for step in found.table]
     assert after == sorted(after)
     assert after[0] >= found.best.cost.total_s * 0.99
     with pytest.raises(ConfigError, match="--losing: saw 4 of the nodes"):
         plan_for(job, 32, H100, Goal("robust", losing=4))
+
+
+def test_a_loss_is_judged_by_the_best_that_is_left(job: Any) -> None:
+    """The fastest layout survives a loss with fewer replicas that compute more again."""
+    found = plan_for(job, 64, H100, Goal("robust", losing=3))
+    fastest = plan(job, 64, H100, keep=1, buys=False)
+    assert found.best.layout == fastest.best.layout
+    left = plan(job, 40, H100, keep=1, buys=False).best
+    assert (left.layout.tp, left.layout.pp) == (fastest.best.layout.tp, fastest.best.layout.pp)
+    assert found.reason == f"{left.cost.total_s:.4g} s a step after losing 3 nodes"
+    assert "inf" not in "".join((found.reason, *(reason for _, reason in found.rejected)))
+
+
+def test_degrees_that_are_asked_for_do_not_fit_after_a_loss(job: Any) -> None:
+    words = ("layout.dp=16", "layout.tp=1", "layout.pp=1", "cluster.max_workers=16")
+    fixed = load_job("llama-3-8b", ["data.path=unread", *words])
+    with pytest.raises(
+        ConfigError, match="--losing: saw 1 of the nodes, expected one of these layouts to fit"
+    ):
+        plan_for(fixed, 16, H100, Goal("robust"))
+    assert said_after(float("inf"), 2) == "does not fit after losing 2 nodes"
+
+
+@pytest.mark.parametrize("name", ["memory", "robust", "balanced"])
+def test_what_more_would_buy_in_seconds_is_no_answer_to_other_goals(job: Any, name: Any) -> None:
+    found = plan_for(job, 16, H100, Goal(name))
+    assert not found.purchases
+    assert not any("would make a step" in line for line in plan_lines(found))
+    assert plan_for(job, 16, H100, Goal()).purchases
 
 
 def test_a_balanced_layout_has_the_least_score(job: Any) -> None:
@@ -130,15 +158,3 @@ def test_bad_goals_are_one_line(words: tuple[Any, ...], line: str) -> None:
         goal_of(*words)
     assert str(raised.value).startswith(line)
     assert "\n" not in str(raised.value)
-
-
-def test_fewer_replicas_that_do_not_fit_are_no_robust_layout(job: Any) -> None:
-    """ZeRO-3 over eight replicas instead of sixteen holds twice the state a rank."""
-    found = plan(job, 16, H100, buys=False)
-    layout = Layout(dp=16, zero=3, micro_batch=1, recompute="full")
-    alone = memory_estimate(found.job, layout).total_bytes
-    left = memory_estimate(for_devices(job, 8), replace(layout, dp=8)).total_bytes
-    assert left > alone
-    for budget, fits in ((left, True), ((alone + left) / 2, False)):
-        after = goals._after_loss_s(replace(found, budget_bytes=budget), layout, 1)
-        assert (after < float("inf")) is fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,12 @@ BUDGET_S = 60.0
 def probe(
     out: Annotated[
         Path | None,
-        typer.Option("--out", "--json", help="file for the profile; left out: printed", metavar="FILE"),
+        typer.Option(
+            "--out",
+            "--json",
+            help="file for the profile; left out: printed; - is stdout, alone",
+            metavar="FILE",
+        ),
     ] = None,
     workers: Annotated[
         int, typer.Option("--workers", min=1, help="workers at most, one on each GPU or CPU slot")
@@ -40,7 +46,8 @@ def probe(
 
     Example: picotron-ray probe --workers 2 --out here.json
     """
-    with reported(False):
+    alone = str(out) == "-"
+    with reported(alone):
         from picotron_ray.config.load import parse_job
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
@@ -62,7 +69,10 @@ def probe(
         with without_rays_messages():
             from picotron_ray.runtime.hardware_probe.door import measure_nodes
 
-            found = measure_nodes(job, budget_s, print, groups)
+            found = measure_nodes(job, budget_s, _to_stderr if alone else print, groups)
+    if alone:
+        print(found.model_dump_json(), flush=True)
+        return
     text = found.model_dump_json(indent=1)
     if out is None:
         print(text)
@@ -70,6 +80,10 @@ def probe(
         out.write_text(text + "\n", encoding="utf-8")
     for line in (*found.outliers, *found.cuts):
         print(line)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _text_of(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.cluster_size import ClusterSize
-from picotron_ray.planner.goals import RunEstimate
+from picotron_ray.planner.goals import RunEstimate, said_hours
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlanReport
 from picotron_ray.planner.published.memory import StageMemory, memory_dict
@@ -55,7 +55,7 @@ def run_lines(run: RunEstimate | None) -> Iterator[str]:
     """Hours and price of the whole run, where its tokens are known."""
     if run is not None:
         price = f", {run.price:,.0f} for all devices" if run.price else ""
-        yield f"the run    {run.hours:,.1f} h{price}"
+        yield f"the run    {said_hours(run.hours)}{price}"
 
 
 def cluster_lines(size: ClusterSize) -> Iterator[str]:

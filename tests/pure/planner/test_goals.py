@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from picotron_ray.planner.goals import (
     price_of,
     run_estimate,
     run_seconds,
+    said_hours,
     seconds_of,
 )
 from picotron_ray.planner.hardware import hardware
@@ -49,7 +51,7 @@ def test_a_deadline_that_no_size_meets_names_the_best(job: Any) -> None:
         with pytest.raises(ConfigError, match="best of up to 16 h100-80g") as raised:
             plan_for(job, 16, H100, goal)
         hours = TOKENS / best.tokens_per_s(best.best.cost.total_s) / 3600
-        assert f"expected at least {hours:.3g} h" in str(raised.value) or name == "robust"
+        assert f"expected at least {said_hours(hours)}, the best" in str(raised.value) or name == "robust"
 
 
 def test_the_cheapest_costs_no_more_than_any_size(job: Any) -> None:
@@ -69,10 +71,26 @@ def test_the_cheapest_costs_no_more_than_any_size(job: Any) -> None:
 def test_interruptions_cost_their_recovery_and_half_a_step(job: Any) -> None:
     found = plan(job, 8, H100, keep=1, buys=False)
     calm, spot = Goal(tokens=TOKENS), Goal(tokens=TOKENS, interruptions=0.01)
-    bare = run_seconds(found, calm)
-    expected = 0.01 * 8 * bare / 3600 * (goals.RECOVERY_S + found.best.cost.total_s / 2)
-    assert run_seconds(found, spot) - bare == pytest.approx(expected)
+    bare, whole = run_seconds(found, calm), run_seconds(found, spot)
+    lost = 0.01 * 8 * whole / 3600 * (goals.RECOVERY_S + found.best.cost.total_s / 2)
+    assert whole == pytest.approx(bare + lost)
     assert run_estimate(found, Goal()) is None
+
+
+@pytest.mark.parametrize("name", ["throughput", "fewest", "cheapest", "robust"])
+def test_a_run_that_is_interrupted_faster_than_it_recovers_is_refused(job: Any, name: Any) -> None:
+    goal = Goal(name, TOKENS, 1e12, price=2.0, interruptions=1000.0)
+    with pytest.raises(ConfigError, match=r"--price: saw interruptions=1000, one each .* never ends"):
+        plan_for(job, 16, H100, goal)
+
+
+def test_fewer_devices_may_meet_a_deadline_that_interruptions_of_more_miss(job: Any) -> None:
+    few = plan(job, 16, H100, keep=1, buys=False)
+    rate = 0.9 * 3600 / 64 / (goals.RECOVERY_S + few.best.cost.total_s / 2)
+    goal = Goal("fewest", TOKENS, interruptions=rate)
+    goal = replace(goal, deadline_s=1.01 * run_seconds(few, goal))
+    assert run_seconds(plan(job, 64, H100, keep=1, buys=False), goal) > goal.deadline_s
+    assert plan_for(job, 64, H100, goal).gpus <= 16
 
 
 def test_the_leanest_takes_least_of_all_candidates(job: Any) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import Degrees
+from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.config.validation.schedules import pipelines
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.candidates import asked_degrees, candidates
+from picotron_ray.planner.candidates import (
+    Sharding,
+    asked_degrees,
+    candidate,
+    degrees_allowed,
+    micro_batches,
+    shardings,
+)
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
+from picotron_ray.planner.memory_floor import memory_floor
 
 MOST = 512
 
@@ -24,30 +33,43 @@ def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
     """
     least = float("inf")
     for layout in lean_layouts(job, workers):
-        least = min(least, memory_estimate(job, layout).total_bytes)
+        floor = memory_floor(job, [layout]).bytes(
+            layout.micro_batch, layout.micro_batches(job.data.global_batch)
+        )
+        if floor < least:
+            least = min(least, memory_estimate(job, layout).total_bytes)
         if least <= enough:
             break
     return least
 
 
-def lean_layouts(job: JobConfig, workers: int) -> list[Layout]:
-    """Layouts among which is the leanest: fewest copies and rows, all recomputed where the job allows it."""
-    leanest = "full" if job.layout.recompute == "auto" else job.layout.recompute
-    return [replace(layout, recompute=leanest) for layout in _lean(candidates(job, workers))]
+def lean_layouts(job: JobConfig, workers: int) -> Iterator[Layout]:
+    """Layouts among which is the leanest: all recomputed where the job allows it, those of most ranks first.
 
-
-def _lean(layouts: Iterable[Layout]) -> list[Layout]:
-    """Of the layouts that share degrees and ZeRO stage, the one with the fewest copies and rows: the others
-    keep no less.
+    Of those that share degrees, experts' degree and ZeRO stage it is the one with fewest copies and rows: the
+    others keep no less.
     """
-    found: dict[tuple[int, ...], Layout] = {}
-    for one in layouts:
-        key = (one.dp, one.tp, one.pp, one.cp, one.ep, one.zero)
-        if key not in found or (one.replicate, one.micro_batch) < (
-            found[key].replicate, found[key].micro_batch
-        ):  # fmt: skip
-            found[key] = one
-    return list(found.values())
+    policy = "full" if job.layout.recompute == "auto" else job.layout.recompute
+    for degrees in sorted(degrees_allowed(job, workers), key=math.prod, reverse=True):
+        rows = micro_batches(job, degrees.dp, degrees.pp)
+        for ways in _fewest_copies_first(shardings(job, degrees)):
+            tried = (
+                candidate(job, degrees, sharding, size, way)
+                for sharding in ways
+                for size in rows
+                for way in pipelines(job, degrees.pp)
+            )
+            found = next((one for one in tried if not layout_problems(job, one)), None)
+            if found is not None:
+                yield replace(found, recompute=policy)
+
+
+def _fewest_copies_first(found: Iterable[Sharding]) -> list[list[Sharding]]:
+    """Shardings by ZeRO stage and experts' degree, largest stage first."""
+    by_stage: dict[tuple[int, int], list[Sharding]] = {}
+    for one in sorted(found, key=lambda one: (-one.zero, one.ep, one.replicate)):
+        by_stage.setdefault((one.zero, one.ep), []).append(one)
+    return list(by_stage.values())
 
 
 def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,7 +35,7 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
         if suggestion == key:  # a dotted key inside the file
             hint = f"expected it nested, `{': {'.join(key.split('.'))}: ...`"
         return f"{key}: saw an unknown key, {hint}"
-    schema = key_schemas().get(schema_key(path), {"type": "object"})
+    schema = _schema_of(path)
     expected = allowed(schema)
     if detail["type"] == "missing":
         return f"{key}: saw nothing, expected {expected}"
@@ -44,6 +45,14 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
     saw = shown(value)
     hint = _value_hint(value, schema)
     return f"{key}: saw {saw}, expected {expected}{hint}"
+
+
+def _schema_of(path: Place) -> Mapping[str, Any]:
+    """The schema of a key, or of an item of a list."""
+    known = key_schemas()
+    if path and isinstance(path[-1], int) and "items" in (of := known.get(schema_key(path[:-1]), {})):
+        return dict(of["items"])
+    return known.get(schema_key(path), {"type": "object"})
 
 
 def _value_hint(value: Any, schema: Any) -> str:

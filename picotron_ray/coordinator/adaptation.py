@@ -18,6 +18,7 @@ from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.adaptation_state import AdaptState, Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import Adapted, LayoutQuestion, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import Bottleneck
 from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
     REASON,
@@ -55,6 +56,8 @@ SLOW_STEPS = 50
 UNSTEADY, MOST_UNSTEADY = 0.1, 3
 """Change of a step's seconds from one look to the next above which figures hold old steps still, and looks in
 a row that are passed over for it."""
+MOST_TOLD = 32
+"""Reasons for no change that are remembered of a generation."""
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -244,7 +247,7 @@ def _chosen(
             why = f"the last change of {offer.kind} was made too short a time ago"
             continue
         return _leave_for(memory, figures, offer, seen)
-    _tell_once(memory, f"{seen}: {why}")
+    _tell_once(memory, f"{seen}: {why}", [one.bottleneck for one in found], why)
     return None
 
 
@@ -286,10 +289,12 @@ def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str |
     return reason
 
 
-def _tell_once(memory: MachineMemory, text: str) -> None:
-    """Tell why nothing is changed, where that was not the last thing told of this generation."""
+def _tell_once(memory: MachineMemory, text: str, found: list[Bottleneck], why: str) -> None:
+    """Tell why nothing is changed, where the same was not told of this generation, whatever the figures."""
     assert memory.spec is not None
-    key = f"{memory.spec.id} {text.partition('%')[2]}"
-    if memory.adaptation.told != key:
-        memory.adaptation = replace(memory.adaptation, told=key)
+    of = f"{memory.spec.id} "
+    key = f"{of}{', '.join(dict.fromkeys(found))}: {''.join(c for c in why if c not in '-.0123456789')}"
+    told = tuple(one for one in memory.adaptation.told if one.startswith(of))
+    if key not in told:
+        memory.adaptation = replace(memory.adaptation, told=(*told[-MOST_TOLD:], key))
         memory.alert("info", ADAPT, f"nothing is changed: {text}", action="none", step=memory.seen_step)

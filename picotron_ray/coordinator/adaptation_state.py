@@ -44,7 +44,7 @@ class AdaptState:
         slow: replicas that are slow, and since which step.
         change: to be made by the next generation.
         times: of the changes of the last hour.
-        told: why nothing was changed, when that was told last.
+        told: why nothing was changed, as it was told of the generation.
         findings: bottlenecks that others found and that were not looked at yet.
         calibration: of the cost model, by the running generation.
         avoid: workers that are too slow, and whose place spares took.
@@ -58,7 +58,7 @@ class AdaptState:
     slow: tuple[tuple[int, int], ...] = ()
     change: Change | None = None
     times: tuple[float, ...] = ()
-    told: str = ""
+    told: tuple[str, ...] = ()
     findings: tuple[BottleneckReport, ...] = ()
     calibration: Calibration = NONE
     avoid: tuple[str, ...] = ()

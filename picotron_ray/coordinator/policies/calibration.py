@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 LEAST_STEPS = 10
 """Of the first window, which counts for nothing: its steps compile and touch memory."""
 LEAST_S = 10.0
-"""Of any window: heartbeats tell of steps once a second."""
+"""Of any window that counts: heartbeats tell of steps once a second."""
 DRIFT = 1.5
 """Factor by which measured over estimated seconds may change within a generation."""
 
@@ -38,7 +38,8 @@ class StepWindow:
     def measured_s(self, step: int, now: float) -> float | None:
         """Seconds per step of the window; None while it goes on."""
         done, taken = step - self.step, now - self.at
-        return taken / done if done >= self.steps and taken >= LEAST_S else None
+        least_s = 0.0 if self.warms_up else LEAST_S
+        return taken / done if done >= self.steps and taken >= max(least_s, 1e-9) else None
 
     @property
     def warms_up(self) -> bool:

@@ -34,9 +34,10 @@ class Calibrations:
         """The event with the factors that the history gives; they are told."""
         sizes = [traits.device_bytes for traits in event.traits if traits.device_bytes]
         found = await asyncio.to_thread(self._store.correction, min(sizes, default=0))
-        if found.why:
-            text = f"estimates are corrected by {found.factors}: {found.why} ({self._store.path})"
-            self._record.note("info", CALIBRATION, text)
+        text = f"estimates are corrected by {found.factors}: {found.why} ({self._store.path})"
+        if not found.why:
+            text = "no run was measured on this hardware yet: estimates of seconds are by assumed rates"
+        self._record.note("info", CALIBRATION, text)
         return replace(event, calibration=found.factors)
 
     def observe(self, memory: MachineMemory, event: m.Event, commands: Sequence[m.Command]) -> None:

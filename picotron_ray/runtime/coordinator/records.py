@@ -9,11 +9,12 @@ from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
-from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.adaptation import ADAPT
+from picotron_ray.coordinator.calibration import CALIBRATION
 from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
+from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.failures import FailureKind
 
 EVENTS_KEPT = 1000
@@ -67,6 +68,7 @@ class GenerationRecord:
         source: where its state came from, as ``Source.kind`` has it.
         members: by rank; None where they are not kept any more.
         involved: members and their nodes, as long as ``members`` is kept.
+        predicted_s, measured_s: seconds per step, by the planner and as they were; 0: not measured.
     """
 
     id: m.GenerationId
@@ -80,6 +82,8 @@ class GenerationRecord:
     members: tuple[m.Member, ...] | None
     involved: frozenset[str]
     settings: m.Settings = ()
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
 
     @classmethod
     def of(cls, spec: m.GenerationSpec) -> GenerationRecord:
@@ -166,6 +170,13 @@ class Facts:
             kept += one.workers
             if number >= NAMED_ALWAYS and kept > MEMBERS_KEPT:  # another record: a copy may share this one
                 self.generations[at] = replace(one, members=None, involved=frozenset())
+
+    def alerted(self, alert: m.Alert) -> None:
+        """Note what an alert tells: what ran out of memory, or what the newest generation's steps take."""
+        self.strikes = together(self.strikes, strike_of(alert))
+        newest = self.newest
+        if alert.kind == CALIBRATION and newest is not None:
+            newest.predicted_s, newest.measured_s = alert.data["predicted_s"], alert.data["measured_s"]
 
     def struck_by(self, failure: FailureRecord) -> frozenset[str]:
         """Workers and nodes of the generation that a failure struck, as far as they are kept."""
@@ -314,66 +325,6 @@ def failure_ages_s(facts: Facts, now_s: float) -> tuple[float, ...]:
 def places(all_of_them: list[FailureRecord], some: list[FailureRecord]) -> list[int]:
     """Indices of ``some`` failures in a list; each is known by itself, not by what it holds."""
     return [at for at, failure in enumerate(all_of_them) if any(failure is one for one in some)]
-
-
-def generation_entry(record: GenerationRecord) -> dict[str, Any]:
-    """Format a generation as summary.json lists it; ``members`` is null where they are not kept any more."""
-    return {
-        "term": record.id.term,
-        "n": record.id.n,
-        "layout": record.layout,
-        "members": None if record.members is None else record.names,
-        "workers": record.workers,
-        "members_digest": record.members_digest,
-        "start_step": record.start_step,
-        "end_step": record.end_step,
-        "reason": record.reason,
-        "settings": dict(record.settings),
-    }
-
-
-def summary_of(
-    job: JobConfig, facts: Facts, finish: m.Finish, wall_s: float, lived_s: float
-) -> dict[str, Any]:
-    """Return the content of summary.json, without the ledger's part, which is added when it is stored.
-
-    Args:
-        wall_s: since the run first began.
-        lived_s: of those, what its launches lived.
-    """
-    median = median_step_s(facts)
-    tokens = job.data.global_batch * job.data.sequence_length
-    return {
-        "run": job.name,
-        "status": finish.status,
-        "detail": finish.detail,
-        "submissions": list(facts.submissions),
-        "steps": facts.generations[-1].end_step if facts.generations else 0,
-        "eval_loss": facts.newest_eval().get("eval_loss"),
-        "baseline_loss": facts.baseline_loss,
-        "tokens_per_s": tokens / median if median else None,
-        "mfu": None,  # needs the device's peak rate: unknown on a CPU
-        "goodput": goodput(facts, lived_s),
-        "wall_s": wall_s,
-        "lived_s": lived_s,
-        "generations": [generation_entry(record) for record in facts.generations],
-        "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
-        "checkpoints": list(facts.checkpoints),
-    }
-
-
-def failure_entry(failure: FailureRecord, evidence: Mapping[str, str]) -> dict[str, Any]:
-    """Format a failure as the status and summary.json list it."""
-    return {
-        "kind": failure.kind.value,
-        "target": failure.target,
-        "step": failure.step,
-        "detected_s": failure.detected_s,
-        "recovered_s": failure.recovered_s,
-        "lost_steps": failure.lost_steps,
-        "restored_from": failure.restored_from,
-        "evidence": evidence.get(failure.struck),
-    }
 
 
 CommitFigures = Mapping[int, dict[str, Any]]

@@ -14,7 +14,6 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.runtime.coordinator.bad_steps import BadSteps
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
@@ -31,15 +30,13 @@ from picotron_ray.runtime.coordinator.records import (
     Newest,
     bounded,
     failure_ages_s,
-    failure_entry,
     goodput,
     newest_step,
     places,
     sign_of,
-    strike_of,
-    summary_of,
 )
 from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
+from picotron_ray.runtime.coordinator.summary import failure_entry, summary_of
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
@@ -230,7 +227,7 @@ class RunRecord:
                 elif isinstance(command, m.Alert) and command.kind == "failure":
                     self._judged(command.data, at_s)
                 elif isinstance(command, m.Alert):
-                    self._facts.strikes = together(self._facts.strikes, strike_of(command))
+                    self._facts.alerted(command)
                 elif isinstance(command, m.Finish):
                     self._open.clear()  # no step followed; those of a later launch are no recovery
 

@@ -114,6 +114,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
         f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
     )
+    measured = [one for one in summary.get("generations", ()) if one.get("measured_s")]
+    if measured:
+        last = measured[-1]
+        figures = f"{last['measured_s']:.3g} s, by the planner {last['predicted_s']:.3g} s"
+        lines.append(f"a step of {last['layout']} took {figures}")
     for failure in summary.get("failures", ()):
         source = failure["restored_from"] or "nothing"
         if failure["kind"] == FailureKind.NUMERICS and not failure["restored_from"]:

@@ -179,7 +179,7 @@ class GenerationRun:
             passes_over=spec.passes_over,
         )
         self._snapshots = self._snapshotter(self._engine.state())
-        clock = generation_clock(resources.telemetry, spec, self.rank, resources.device)
+        clock = generation_clock(resources.telemetry, spec, self.rank, resources.device, self._memory.limited)
         self._engine.watch(clock.enter)
         loop = Loop(
             job=self._job,

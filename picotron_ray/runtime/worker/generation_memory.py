@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.memory_prediction import RECENT, predicted_class, predicted_peak, ratio_of
 from picotron_ray.planner.memory_pressure import MODES, Ladder, MemoryReading, climb
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
-from picotron_ray.runtime.worker.memory_reading import collect, held_memory, release_cached
+from picotron_ray.runtime.worker.memory_reading import HeldMemory, collect, held_memory, release_cached
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.memory_account import accounted_step, untraceable
@@ -96,6 +97,18 @@ class GenerationMemory(StepMemory):
                 cuda_reserved_bytes=torch.cuda.memory_reserved(),
             )
 
+    def limited(self) -> HeldMemory | None:
+        """Read what steps take of ``cluster.worker_memory_bytes``; None where no such limit is in force.
+
+        Its peak adds what the accounted step took above what lives on between two.
+        """
+        resources = self._resources
+        limit = resources.job.cluster.worker_memory_bytes if resources.limited else None
+        if not limit or resources.device.type == "cuda":
+            return None
+        held = held_memory(resources.device, self._share_bytes, limit)
+        return replace(held, peak=held.peak + self._surplus)
+
     def close(self) -> None:
         """Let go of the engine."""
         self._engine = None
@@ -125,10 +138,10 @@ class GenerationMemory(StepMemory):
     # --- the ladder --------------------------------------------------------------------------------------
 
     def _reading(self, step: int) -> MemoryReading:
-        resources, job = self._resources, self._resources.job
-        limit = job.cluster.worker_memory_bytes if resources.limited else None
-        held = held_memory(resources.device, self._share_bytes, limit)
-        peak = held.peak + (self._surplus if limit else 0)
+        job, held = self._resources.job, self.limited()
+        if held is None:
+            held = held_memory(self._resources.device, self._share_bytes, None)
+        peak = held.peak
         self._peaks = [*self._peaks, (step, float(peak))][-RECENT:]
         predicted = float(peak)
         if len(self._peaks) > 2:

@@ -2,7 +2,8 @@
 
 On CUDA both are torch's allocator. On a CPU it is the C library's: what it holds of the machine and what of
 that is in use (``mallinfo2``), the process's highest resident set, and ``malloc_trim``. A worker that may
-only take so much (``cluster.worker_memory_bytes``) counts by what the kernel counts against its limit.
+only take so much (``cluster.worker_memory_bytes``) counts by what the kernel counts against its limit,
+without what the C library has free of it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def held_memory(device: torch.device, share_bytes: int, limit_bytes: int | None)
     allocated, reserved = _malloc(status)
     if limit_bytes:
         soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        taken = max(0, limit_bytes - (soft - _status(status, "VmData")))
-        return HeldMemory(allocated, reserved, taken, limit_bytes)
+        mapped = limit_bytes - (soft - _status(status, "VmData"))
+        in_use = max(0, mapped - max(0, reserved - allocated))  # what is free is used again
+        return HeldMemory(allocated, reserved, in_use, limit_bytes)
     return HeldMemory(allocated, reserved, _status(status, "VmHWM"), share_bytes)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from picotron_ray.comm.abortable_wait import listen
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.telemetry_page import NO_MEMORY, MemoryFigures, StepRow, TelemetryPage
+from picotron_ray.runtime.worker.memory_reading import HeldMemory
 from picotron_ray.train.step_clock import NoClock, StepTimes, step_clock
 
 LEAST_S = 1.0
@@ -28,15 +30,24 @@ BLOCKS_S = 10.0
 """Least time between two looks at the allocator's blocks, which stop it for a moment."""
 
 
+Limited = Callable[[], HeldMemory | None]
+
+
+def unlimited() -> None:
+    """Know no limit."""
+
+
 class DeviceMemory:
     """Memory of this process's device since a generation began.
 
     Args:
         neighbours: workers that share the host's memory, this one included; CPUs only.
+        limited: reads it against a limit of this worker's own; None where it has none.
     """
 
-    def __init__(self, device: torch.device, neighbours: int) -> None:
+    def __init__(self, device: torch.device, neighbours: int, limited: Limited = unlimited) -> None:
         self._device, self._cuda = device, device.type == "cuda"
+        self._limited = limited
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device)
             self._total = torch.cuda.get_device_properties(device).total_memory
@@ -57,6 +68,9 @@ class DeviceMemory:
         return self._newest
 
     def _read(self, now: float) -> MemoryFigures:
+        if (own := self._limited()) is not None:
+            free = max(0, own.device - own.peak)
+            return MemoryFigures(own.allocated, own.reserved, own.peak, free, own.device)
         if not self._cuda:
             allocated, reserved, peak = _resident_bytes()
             return MemoryFigures(allocated, reserved, peak, max(0, self._total - reserved), self._total)
@@ -95,10 +109,17 @@ def _resident_bytes() -> tuple[int, int, int]:
 class StepTelemetry:
     """Rows of one generation on a page."""
 
-    def __init__(self, page: TelemetryPage, spec: GenerationSpec, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        page: TelemetryPage,
+        spec: GenerationSpec,
+        rank: int,
+        device: torch.device,
+        limited: Limited = unlimited,
+    ) -> None:
         self._page, self._id, self._rank = page, spec.id, rank
         nodes = Counter(member.node for member in spec.members)
-        self._memory = DeviceMemory(device, nodes[spec.members[rank].node])
+        self._memory = DeviceMemory(device, nodes[spec.members[rank].node], limited)
         self._first = spec.resume_step + 1
 
     def __call__(self, times: StepTimes) -> None:
@@ -123,14 +144,22 @@ class StepTelemetry:
 
 
 def generation_clock(
-    page: TelemetryPage | None, spec: GenerationSpec, rank: int, device: torch.device
+    page: TelemetryPage | None,
+    spec: GenerationSpec,
+    rank: int,
+    device: torch.device,
+    limited: Limited = unlimited,
 ) -> NoClock:
-    """Return the clock of a generation's steps, which writes to ``page``; None: nothing is measured."""
+    """Return the clock of a generation's steps, which writes to ``page``; None: nothing is measured.
+
+    Args:
+        limited: as of `DeviceMemory`.
+    """
     if page is None:
         return NoClock()
     layout = spec.layout
     stages = layout.rank_stages(layout.coordinates(rank).pp) if layout.pp > 1 else None
-    clock = step_clock(StepTelemetry(page, spec, rank, device), stages, device)
+    clock = step_clock(StepTelemetry(page, spec, rank, device, limited), stages, device)
     listen(clock.waits)
     return clock
 

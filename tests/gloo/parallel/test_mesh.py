@@ -73,13 +73,18 @@ class Groups:
         return found
 
 
+class FakeAxis(str):
+    def get_group(self) -> str:
+        return f"group of {self}"
+
+
 class FakeMesh:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.mesh_dim_names, self._pg_registry = names, {"x": 1}
         self._dim_group_names: Sequence[str] = ()
 
     def __getitem__(self, name: str) -> Any:
-        return f"axis {name}"
+        return FakeAxis(f"axis {name}")
 
 
 def test_the_groups_of_a_rank_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

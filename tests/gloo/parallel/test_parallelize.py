@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from picotron_ray.comm.all_reduce import ThreadGroup
+from picotron_ray.comm.collectives.collectives import Collectives
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
@@ -188,7 +189,11 @@ def test_parameters_cut_after_fsdp_took_them_are_refused(pool: Pool) -> None:
 def test_tensor_parallelism_discards_the_switch_of_a_row_parallel_part(pair: Pair | None) -> None:
     group, _ = ThreadGroup.make(2)
     mesh: Any = SimpleNamespace(
-        layout=Layout(tp=2), sharded=None, overlap=None, group=lambda name: group if name == "tp" else None
+        layout=Layout(tp=2),
+        sharded=None,
+        overlap=None,
+        group=lambda name: group if name == "tp" else None,
+        collectives=Collectives,
     )
     model = nn.Sequential(nn.Linear(4, 4))
     switches = PrecisionSwitches(["0"], CPU, torch.float32)

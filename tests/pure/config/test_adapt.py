@@ -19,7 +19,10 @@ from picotron_ray.errors import ConfigError
         ({"adapt": {"apply": ["rows", "rows"]}}, "name each kind once"),
         ({"adapt": {"apply": ["compression"]}, "precision": "fp64"}, "exact sums"),
         ({"adapt": {"apply": ["precision"]}, "precision": "bf16"}, "only fp32 and tf32"),
-        ({"adapt": {"apply": ["batch"]}}, "adapt.apply"),
+        (
+            {"adapt": {"apply": ["row"]}},
+            "compression, did you mean rows?",
+        ),
         ({"adapt": {"hysteresis": 1.0}}, "adapt.hysteresis"),
         ({"adapt": {"budget": 0}}, "adapt.budget"),
     ],

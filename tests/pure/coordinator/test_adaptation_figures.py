@@ -8,6 +8,7 @@ from typing import Any
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.policies.bottleneck import bottlenecks
 from tests.support.runs.adaptive_world import AdaptiveWorld, adaptive_job, decisions, plain_figures
+from tests.support.runs.coordinator_world import of
 
 STAGES: dict[str, Any] = {
     "model__layers": 8,
@@ -67,3 +68,22 @@ def test_waiting_for_a_slow_replica_is_no_want_of_communication() -> None:
     assert "communication" not in [one.bottleneck for one in bottlenecks(slow)]
     even = replace(slow, replica_row_s=(0.1, 0.1, 0.1, 0.1))
     assert "communication" in [one.bottleneck for one in bottlenecks(even)]
+
+
+def test_why_nothing_is_changed_is_told_once_however_its_figures_move() -> None:
+    """Seen: a line each second, since what a change would save was now 0.1 % and now nothing."""
+    turn = iter(range(1000))
+
+    def figures(spec: m.GenerationSpec, step: int) -> m.RunFigures:
+        seconds = 1.0 + 0.02 * (next(turn) % 3)
+        return pipeline((0.01 * seconds, 0.01 * seconds), (4, 4))
+
+    there = AdaptiveWorld(adaptive_job("bucket", "stages", **STAGES), figures)
+    there.start(("a", 2))
+    there.figures = lambda spec, step: replace(
+        figures(spec, step), phase_s={"bubble": 0.4 * (1 + 0.1 * (step % 7))}
+    )
+    out = [command for _ in range(30) for command in there.report()]
+    told = [alert for alert in of(out, m.Alert) if alert.kind == "adapt"]
+    assert len(told) <= 2
+    assert told

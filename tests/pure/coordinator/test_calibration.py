@@ -67,10 +67,16 @@ def test_nothing_is_told_of_the_first_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "now", "expected"), [(30, 110.0, 0.5), (19, 150.0, None), (30, 109.0, None), (20, 120.0, 2.0)]
+    ("step", "now", "expected"), [(30, 110.0, 0.5), (29, 150.0, None), (30, 109.0, None), (30, 150.0, 2.5)]
 )
 def test_a_window_needs_steps_and_time(step: int, now: float, expected: float | None) -> None:
-    assert StepWindow((1, 1), 10, 100.0).measured_s(step, now) == expected
+    assert StepWindow((1, 1), 10, 100.0, steps=20).measured_s(step, now) == expected
+
+
+def test_the_window_that_counts_for_nothing_needs_no_time() -> None:
+    """Seen: a run of 60 steps in 19 seconds left no measure, since ten of them went into that window."""
+    assert StepWindow((1, 1), 10, 100.0).measured_s(20, 103.0) == pytest.approx(0.3)
+    assert StepWindow((1, 1), 10, 100.0).measured_s(19, 130.0) is None
 
 
 def test_windows_double() -> None:

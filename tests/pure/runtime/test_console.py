@@ -152,6 +152,13 @@ def test_the_end_of_a_run_in_a_few_lines() -> None:
         "not survived: hang of w1 at step 5: its launch ended before another step",
         "2 commits, the newest of step 9; 90 samples fed, 0 lost, 1 repeated",
     ]
+    told = [
+        {"term": 1, "layout": "dp2", "measured_s": 0.25, "predicted_s": 0.3},
+        {"term": 1, "measured_s": None},
+    ]
+    assert summary_lines({**SUMMARY, "generations": told})[2] == (
+        "a step of dp2 took 0.25 s, by the planner 0.3 s"
+    )
     empty = summary_lines({**SUMMARY, "ledger": {"samples": 0, "lost": 0, "repeated": 0}})
     assert empty[-1] == "0 commits, the newest of step -; 0 samples fed, 0 lost, 0 repeated"
 

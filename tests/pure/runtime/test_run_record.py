@@ -286,8 +286,12 @@ def test_a_launch_that_trains_nothing_keeps_the_figures_of_the_one_before(run: R
     run.generation(1, "a", 0, 1.0, "init")
     run.record.figures("n1", [page("a", step=100, eval_step=100, eval_loss=1.5, baseline_loss=2.5)])
     finish = m.Finish("finished", "step 100")
+    told = m.Alert("info", "text", "calibration", {"predicted_s": 0.3, "measured_s": 0.25, "ratio": 0.83})
+    run.record.observe(m.Tick(), [told], BEGAN + 2.0)
     before = run.record.summary(finish)
     assert (before["eval_loss"], before["baseline_loss"], before["steps"]) == (1.5, 2.5, 100)
+    (generation,) = before["generations"]
+    assert (generation["predicted_s"], generation["measured_s"]) == (0.3, 0.25)
     again = RunRecord(job())
     again.recall(json.loads(json.dumps(run.record.memo())), [])
     again.begin(2, {})
@@ -296,6 +300,7 @@ def test_a_launch_that_trains_nothing_keeps_the_figures_of_the_one_before(run: R
     assert (found["step"], found["eval_loss"], found["eval_step"]) == (100, 1.5, 100)
     older = json.loads(json.dumps(run.record.memo()))
     del older["facts"]["baseline_loss"]
+    del older["facts"]["generations"][0]["measured_s"]
     again.recall(older, [])
     assert (again.status(0)["eval_loss"], again.status(0)["baseline_loss"]) == (1.5, None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.load import load_job
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.ray_cluster.names import event_folder
 from tests.support.runs.ray_runs import Watched, check_ledger, ledger, start
 from tests.support.runs.replays import check_replay
@@ -42,12 +43,14 @@ class Ended:
     Fields:
         at_s: when each step ended, on the wall clock, from the first step on.
         told: its alerts of kind ``adapt``.
+        telemetry: newest figures of its status, where it was watched.
     """
 
     summary: dict[str, Any]
     losses: list[float]
     at_s: list[float]
     told: list[dict[str, Any]]
+    telemetry: dict[str, Any]
 
     def step_s(self, first: int, last: int) -> float:
         """Seconds per step of the steps after ``first`` up to ``last``."""
@@ -73,6 +76,14 @@ class Ended:
         return int(self.summary["generations"][-1]["start_step"])
 
 
+def adapting_job(
+    storage: Path, name: str, *overrides: str, chaos: list[dict[str, Any]] | None = None
+) -> JobConfig:
+    """A small job whose loop looks each second."""
+    faults = () if chaos is None else (f"chaos={json.dumps(chaos)}",)
+    return load_job("tiny", [f"name={name}", f"storage.url={storage}", *LOOP, *overrides, *faults])
+
+
 def adapting(
     storage: Path,
     name: str,
@@ -81,10 +92,15 @@ def adapting(
     watch: Callable[[Watched], None] = lambda watched: None,
 ) -> Ended:
     """Run a small job to its end; its ledger must be whole and its event log replay."""
-    faults = () if chaos is None else (f"chaos={json.dumps(chaos)}",)
-    job = load_job("tiny", [f"name={name}", f"storage.url={storage}", *LOOP, *overrides, *faults])
+    job = adapting_job(storage, name, *overrides, chaos=chaos)
     watched = start(job)
     watch(watched)
+    return ended(watched)
+
+
+def ended(watched: Watched) -> Ended:
+    """Follow a run to its end."""
+    job, name = watched.job, watched.job.name
     summary = watched.finish(600)
     assert summary["status"] == "finished", f"{summary['detail']}\n{watched.log()}"
     print(f"\n{name}:\n{decision_log(watched)}")
@@ -92,7 +108,15 @@ def adapting(
     check_replay(event_folder(job.name))
     lines = ledger(job)
     told = [event for event in watched.events if event["kind"] == "adapt"]
-    return Ended(summary, [line["loss"] for line in lines], [line["at_s"] for line in lines], told)
+    found = watched.status.get("telemetry") or {}
+    return Ended(summary, [line["loss"] for line in lines], [line["at_s"] for line in lines], told, found)
+
+
+def decided(action: str) -> Callable[[dict[str, Any]], bool]:
+    """Condition on a status: such a decision is among its events."""
+    return lambda status: any(
+        event["kind"] == "adapt" and event["data"]["action"] == action for event in status["events"]
+    )
 
 
 def decision_log(watched: Watched) -> str:

@@ -46,6 +46,7 @@ def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
     """Return a generation; of its members each node's name stands here once."""
     found = {name: getattr(record, name) for name in _OF_A_GENERATION}
     found |= {"term": record.id.term, "n": record.id.n, "settings": plain(record.settings)}
+    found |= {"predicted_s": record.predicted_s, "measured_s": record.measured_s}
     members = record.members
     if members is not None:
         nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
@@ -65,6 +66,7 @@ def _read_generation(data: dict[str, Any]) -> GenerationRecord:
         members = tuple(m.Member(name, data["nodes"][at]) for name, at in pairs)
     fields = {name: data[name] for name in _OF_A_GENERATION}
     fields["settings"] = tuple((key, text) for key, text in data.get("settings", ()))
+    fields |= {name: data.get(name, 0.0) for name in ("predicted_s", "measured_s")}
     of = m.GenerationId(data["term"], data["n"])
     return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 

@@ -1,0 +1,78 @@
+"""Summary of a run: the content of summary.json, made of its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator import messages as m
+from picotron_ray.runtime.coordinator.records import (
+    Facts,
+    FailureRecord,
+    GenerationRecord,
+    goodput,
+    median_step_s,
+)
+
+
+def generation_entry(record: GenerationRecord) -> dict[str, Any]:
+    """Format a generation as summary.json lists it; ``members`` is null where they are not kept any more."""
+    return {
+        "term": record.id.term,
+        "n": record.id.n,
+        "layout": record.layout,
+        "members": None if record.members is None else record.names,
+        "workers": record.workers,
+        "members_digest": record.members_digest,
+        "start_step": record.start_step,
+        "end_step": record.end_step,
+        "reason": record.reason,
+        "settings": dict(record.settings),
+        "predicted_s": record.predicted_s or None,
+        "measured_s": record.measured_s or None,
+    }
+
+
+def summary_of(
+    job: JobConfig, facts: Facts, finish: m.Finish, wall_s: float, lived_s: float
+) -> dict[str, Any]:
+    """Return the content of summary.json, without the ledger's part, which is added when it is stored.
+
+    Args:
+        wall_s: since the run first began.
+        lived_s: of those, what its launches lived.
+    """
+    median = median_step_s(facts)
+    tokens = job.data.global_batch * job.data.sequence_length
+    return {
+        "run": job.name,
+        "status": finish.status,
+        "detail": finish.detail,
+        "submissions": list(facts.submissions),
+        "steps": facts.generations[-1].end_step if facts.generations else 0,
+        "eval_loss": facts.newest_eval().get("eval_loss"),
+        "baseline_loss": facts.baseline_loss,
+        "tokens_per_s": tokens / median if median else None,
+        "mfu": None,  # needs the device's peak rate: unknown on a CPU
+        "goodput": goodput(facts, lived_s),
+        "wall_s": wall_s,
+        "lived_s": lived_s,
+        "generations": [generation_entry(record) for record in facts.generations],
+        "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
+        "checkpoints": list(facts.checkpoints),
+    }
+
+
+def failure_entry(failure: FailureRecord, evidence: Mapping[str, str]) -> dict[str, Any]:
+    """Format a failure as the status and summary.json list it."""
+    return {
+        "kind": failure.kind.value,
+        "target": failure.target,
+        "step": failure.step,
+        "detected_s": failure.detected_s,
+        "recovered_s": failure.recovered_s,
+        "lost_steps": failure.lost_steps,
+        "restored_from": failure.restored_from,
+        "evidence": evidence.get(failure.struck),
+    }

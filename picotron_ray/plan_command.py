@@ -49,6 +49,14 @@ SizeFile = Annotated[
 ]
 
 
+Search = Annotated[
+    str | None,
+    typer.Option(
+        "--search",
+        help="further keys to search: offload, precision, communication, or some",
+        metavar="GROUPS",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -77,6 +85,7 @@ def plan(
     what_for: Purpose = "run",
     write_size: SizeFile = None,
     calibration: CalibrationWord = "auto",
+    search: Search = None,
     dry_run: DryRun = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -103,9 +112,14 @@ def plan(
         job = shape_of(config, overrides or [], gpus)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
         devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
-        found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+        ways: dict[str, Any] = {}
+        if search is None:
+            found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+        else:
+            found, ways, further = _search_ways(job, gpus, devices, goal, search)
         run = goals.run_estimate(found, asked)
-        value, lines = {**found.to_dict(), "goal": goal}, [*plan_lines(found), *run_lines(run)]
+        value, lines = {**found.to_dict(), "goal": goal, **ways}, [*plan_lines(found), *run_lines(run)]
+        lines += further if ways else []
         value["calibration"] = {**asdict(fixed.factors), "why": fixed.why, "file": path and str(path)}
         lines += correction_lines(fixed, path)
         if run is not None:
@@ -127,6 +141,23 @@ def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) ->
     if write_size is not None:
         _write(write_size, size_patches(size), "--write-size")
     return list(cluster_lines(size))
+
+
+def _search_ways(
+    job: Any, gpus: int, devices: Any, goal: str, search: str
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """The best plan of further keys; what is written of them, and lines."""
+    from picotron_ray.planner.hardware import in_precision
+    from picotron_ray.planner.ways import groups_of, plan_of_ways
+
+    if goal != "throughput":
+        raise ConfigError(
+            f"--search: saw it with --goal {goal}, expected --goal throughput; drop one of them"
+        )
+    found = plan_of_ways(
+        job, gpus, lambda precision: in_precision(devices, precision), groups_of(search), time.perf_counter
+    )
+    return found.best, found.to_dict(), found.lines()
 
 
 def _prove(found: Any, value: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import USABLE
 from picotron_ray.planner.sent_bytes import sent_bytes
 from picotron_ray.train.dry_run.proof import PlanProof, prove
 
@@ -35,11 +36,11 @@ def job_of(layout: Layout, micro_batches: int = 2, precision: str = "bf16", **mo
 
 
 def holds(proof: PlanProof) -> None:
-    """The fullest rank's peak within a tenth, none more than 5 % above its estimate, bytes within 3 %."""
+    """The fullest rank's peak within a tenth, none above what a plan leaves free, bytes within 3 %."""
     predicted = max(one.predicted_peak for one in proof.ranks)
     assert predicted == pytest.approx(max(one.traced_peak for one in proof.ranks), rel=0.1)
     for one in proof.ranks:
-        assert one.error > -0.05, one
+        assert one.traced_peak < one.predicted_peak / USABLE, one
         for axis, size in one.predicted_sent.items():
             # norms of gradients and weights that ranks hold alike are not predicted
             assert one.traced_sent[axis] == pytest.approx(size, rel=0.03, abs=30_000), (axis, one)

@@ -53,7 +53,7 @@ def test_what_contradicts_the_config_is_left_out() -> None:
 
 def test_offloading_lets_a_model_fit() -> None:
     job = load_job("llama-3-70b", ["data.path=unread"])
-    with pytest.raises(ConfigError, match=r"32 h100-80g would do; so would optimizer\.offload=true on 16"):
+    with pytest.raises(ConfigError, match=r"24 h100-80g would do; so would optimizer\.offload=true on 16"):
         plan(job, 16, H100)
     found = plan_of_ways(job, 16, lambda precision: H100, ["offload"])
     assert all(dict(way.settings) for way in found.ways)

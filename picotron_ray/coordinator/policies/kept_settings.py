@@ -48,6 +48,8 @@ def held_settings(
             dropped.append(f"{key}={text}: adapt.apply has none of {', '.join(kinds) or 'its kinds'}")
         else:
             held.append((key, text))
+    if not problem_of(job, tuple(held)):
+        return tuple(held), dropped
     allowed: Settings = ()
     for _, group in groupby(held, key=_set_together):
         more = tuple(group)

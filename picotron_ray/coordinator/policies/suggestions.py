@@ -89,7 +89,7 @@ def settings_suggestions(
 
 
 def problem_of(job: JobConfig, settings: Settings) -> str:
-    """First problem of a job with these settings; empty where it has none.
+    """First problem that a job has with these settings and not without; empty where there is none.
 
     What was permitted is judged by the job as it was launched: precision may be permitted, and be made so.
     """
@@ -97,7 +97,8 @@ def problem_of(job: JobConfig, settings: Settings) -> str:
         found = check(with_settings(job, settings))
     except ValueError as error:
         return " ".join(str(error).split())
-    return next((f"{one.key} {one.text}" for one in found if one.key != "adapt.apply"), "")
+    own = {"adapt.apply", *(one.key for one in check(job))} if found else set()
+    return next((f"{one.key} {one.text}" for one in found if one.key not in own), "")
 
 
 RELEASED: dict[AdaptKind, tuple[str, ...]] = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.policies.suggestions import problem_of
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from picotron_ray.planner.calibration import Calibration
@@ -240,6 +241,13 @@ def test_room_that_was_made_stays_though_it_is_not_permitted_any_more() -> None:
     assert ("kept", "recompute") in decisions([c for _ in range(4) for c in there.report()])
     later = resumed(there, adaptive_job(**held))
     assert later.spec.layout.recompute != "none"
+
+
+def test_permitted_precision_can_be_made_lower() -> None:
+    """With bf16 set, the rule that bf16 cannot give way to bf16 would refuse it."""
+    held = {"comm__bucket_mib": 0.001, "layout__dp": 4, "layout__zero": 0}
+    assert problem_of(adaptive_job("precision", **held), (("precision", "bf16"),)) == ""
+    assert "fp64" in problem_of(adaptive_job(precision="fp64", **held), (("comm.gradients", "int8"),))
 
 
 def test_the_loop_asks_by_the_factors_that_the_launch_began_with() -> None:

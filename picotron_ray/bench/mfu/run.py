@@ -19,6 +19,7 @@ from typing import Any
 
 from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
+from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.bench.common.process import Launched, torchrun
 from picotron_ray.bench.common.signals import sigterm_exits
 from picotron_ray.bench.mfu.memory_timeline import as_html
@@ -179,12 +180,6 @@ def measure(
         return noted
     finally:
         workers.stop()
-
-
-def refuse_unwritable(option: str, file: Path | None) -> None:
-    """Raise ConfigError where a file that is asked for has no folder, or is one."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"{option}: saw {file}, expected a file in a folder that exists")
 
 
 def write_timeline(file: Path, base: Setting, memory: Mapping[str, Any] | None) -> None:

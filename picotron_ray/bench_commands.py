@@ -113,7 +113,9 @@ def bench_mfu(
     warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
     ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
-    only: Annotated[str, typer.Option(help="with --ablate: switches that begin with this, as comm.")] = "",
+    only: Annotated[
+        str, typer.Option(help="with --ablate: switches that begin with this, as comm. or comm.,layout.zero")
+    ] = "",
     peers: Annotated[
         str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
     ] = "plain",

@@ -72,7 +72,7 @@ def changed(job: JobConfig, *settings: Mapping[str, str]) -> tuple[tuple[str, st
 
 
 def replaced_by(job: JobConfig, settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """What the job says for the keys of settings.
+    """Values of the job itself for the keys of settings, as text.
 
     >>> replaced_by(JobConfig(), (("layout.micro_batch", "2"),))
     (('layout.micro_batch', 'auto'),)

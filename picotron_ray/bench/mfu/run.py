@@ -59,11 +59,14 @@ class MfuOptions:
 
     @property
     def switches(self) -> list[str]:
-        """Switches to try: those that begin with ``only``. Raises ConfigError where none does."""
-        found = [switch for switch in SWITCHES if switch.startswith(self.only)]
-        if not found or (self.only and not self.ablate):
+        """Switches to try: those that begin with a word of ``only``. ConfigError where a word fits none."""
+        words = [word.strip() for word in self.only.split(",")]
+        found = [switch for switch in SWITCHES if switch.startswith(tuple(words))]
+        fits = all(word and any(switch.startswith(word) for switch in SWITCHES) for word in words)
+        if self.only and not (fits and self.ablate):
             raise ConfigError(
-                f"--only: saw {self.only!r}, expected with --ablate the beginning of a switch, such as comm."
+                f"--only: saw {self.only!r}, expected with --ablate the beginning of a switch, such as comm.,"
+                " or several with commas between"
             )
         return found if self.ablate else []
 

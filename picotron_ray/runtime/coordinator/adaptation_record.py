@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.adaptation import ADAPT
@@ -53,8 +53,8 @@ class AdaptationRecord:
 def judged_by(alert: m.Alert) -> m.Judged | None:
     """The verdict that an alert tells; None for one that tells of none, and those of older logs."""
     data = alert.data
-    began, action = str(data.get("began") or ""), data.get("action")
+    began, action = str(data.get("began") or ""), str(data.get("action"))
     if alert.kind != ADAPT or not began or action not in get_args(Verdict):
         return None
     term, n = (int(number) for number in began.split("."))
-    return m.Judged(m.GenerationId(term, n), action, float(data.get("after_s", 0.0)))
+    return m.Judged(m.GenerationId(term, n), cast(Verdict, action), float(data.get("after_s", 0.0)))

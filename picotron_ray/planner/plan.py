@@ -21,7 +21,7 @@ from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
-from picotron_ray.planner.refusal import MOST, why_none, workers_that_do
+from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, workers_that_do
 from picotron_ray.planner.search import distinct, why_dearer
 
 TABLE = 10
@@ -276,8 +276,11 @@ def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
     if enough is None:
-        return f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
-    return f"; {enough} {hardware.name} would do"
+        text = f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
+    else:
+        text = f"; {enough} {hardware.name} would do"
+    keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""
+    return f"{text}; so would {keys} on {gpus}" if keys else text
 
 
 def fullest_rank(job: JobConfig, layout: Layout) -> int:

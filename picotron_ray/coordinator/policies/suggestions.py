@@ -84,8 +84,21 @@ def settings_suggestions(
             continue
         if for_memory:
             found = _roomier(scene, found)
-        if not check(with_settings(scene.job, found.settings)):
+        if not problem_of(scene.job, found.settings):
             yield found
+
+
+def problem_of(job: JobConfig, settings: Settings) -> str:
+    """First problem that a job has with these settings and not without; empty where there is none.
+
+    What was permitted is judged by the job as it was launched: precision may be permitted, and be made so.
+    """
+    try:
+        found = check(with_settings(job, settings))
+    except ValueError as error:
+        return " ".join(str(error).split())
+    own = {"adapt.apply", *(one.key for one in check(job))} if found else set()
+    return next((f"{one.key} {one.text}" for one in found if one.key not in own), "")
 
 
 RELEASED: dict[AdaptKind, tuple[str, ...]] = {

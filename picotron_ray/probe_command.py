@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import reported
+
+if TYPE_CHECKING:
+    from picotron_ray.planner.hardware_profile import HardwareProfile
 
 RUN = "probe"
 BUDGET_S = 60.0
@@ -70,6 +73,10 @@ def probe(
             from picotron_ray.runtime.hardware_probe.door import measure_nodes
 
             found = measure_nodes(job, budget_s, _to_stderr if alone else print, groups)
+    _show(found, out, alone)
+
+
+def _show(found: HardwareProfile, out: Path | None, alone: bool) -> None:
     if alone:
         print(found.model_dump_json(), flush=True)
         return

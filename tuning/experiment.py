@@ -77,6 +77,9 @@ class Experiment:
         return rows
 
     def _fitted(self, tuner: tune.Tuner) -> tune.ResultGrid:
+        tables = [each for each in _config_of(tuner).callbacks or () if isinstance(each, LiveTable)]
+        for table in tables:
+            table.show_on(self.console)
         with warnings.catch_warnings():  # Tune's advice on reusing actors is for whoever writes trainables
             warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
             try:
@@ -87,9 +90,8 @@ class Experiment:
                     " command resumes it"
                 ) from error
             finally:
-                for callback in _config_of(tuner).callbacks or ():
-                    if isinstance(callback, LiveTable):
-                        callback.close()
+                for table in tables:
+                    table.close()
 
     def _headline(self, count: int) -> str:
         by = self.options.population_based or self.options.search

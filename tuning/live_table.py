@@ -40,11 +40,20 @@ class LiveTable(Callback):
         return {"figures": self._figures, "count": self._count}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(Console(highlight=False, soft_wrap=True), **state)  # type: ignore[misc]
+        self.__init__(Console(quiet=True), **state)  # type: ignore[misc]
+
+    def show_on(self, console: Console) -> None:
+        """Show on this console from now on; one that Tune restored shows nothing before."""
+        self._console = console
 
     def setup(self, *args: Any, **info: Any) -> None:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=1 / EVERY_S, transient=True)
+            self._live = Live(
+                console=self._console,
+                refresh_per_second=1 / EVERY_S,
+                transient=True,
+                redirect_stdout=False,  # where Ray writes guesses at the cause of each worker that ends
+            )
             self._live.start()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:

@@ -88,6 +88,19 @@ def test_every_searcher_runs(search: str, tmp_path: Path) -> None:
         assert {row["step"] for row in found["trials"]} == {180}
 
 
+def test_asha_ends_trials_that_fall_behind(tmp_path: Path) -> None:
+    """Rates from useless to good, the good ones first: the others are stopped before their last step."""
+    rates = "optimizer.learning_rate=0.03,0.01,0.003,0.0000001,0.00000003,0.00000001"
+    words = ["--scheduler", "asha", "--search", "grid", "--space", rates, "--concurrent", "1"]
+    found = study("hparams", written(TINY, tmp_path), "--trials", "6", "--steps", "60", *words)
+    status = {row["point"]["optimizer.learning_rate"]: row["status"] for row in found["trials"]}
+    assert found["best"]["point"]["optimizer.learning_rate"] >= 0.003
+    assert "stopped" in {status[rate] for rate in (1e-7, 3e-8, 1e-8)}, status
+    assert set(status.values()) <= {"finished", "stopped"}
+    steps = {row["status"]: row["step"] for row in found["trials"]}
+    assert steps["stopped"] < steps["finished"] == 60
+
+
 def test_a_killed_study_resumes_and_one_name_is_one_study(tmp_path: Path) -> None:
     config = written(TINY, tmp_path)
     words = ["--trials", "4", "--steps", "8", "--search", "random", "--space", RATES]

@@ -150,9 +150,9 @@ def test_mistakes_are_refused_before_any_ray_is_started(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump({**JOB, "storage": {"url": str(tmp_path / "runs")}}))
     command = [sys.executable, "-m", "tuning.sweep", str(config), "--steps", "8"]
     for options, named in {
-        ("--trials", "1"): "trials: saw 1",
-        ("--search", "guess"): "search: saw 'guess'",
-        ("--micro-batches", "x"): "micro_batches: saw 'x'",
+        ("--trials", "1"): "--trials: saw 1, expected an integer >= 2",
+        ("--search", "guess"): "--search: saw 'guess', expected a string that matches",
+        ("--micro-batches", "x"): "--micro-batches: saw 'x'",
         ("optimizer.schedule.warmup_steps=9",): "warmup_steps: saw 9",
     }.items():
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)

@@ -35,16 +35,8 @@ class LiveTable(Callback):
         self._live: Live | None = None
         self._began = self._next = time.monotonic()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Tune keeps callbacks with the experiment; a console is this process's.
-        return {"figures": self._figures, "count": self._count}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(Console(quiet=True), **state)  # type: ignore[misc]
-
-    def show_on(self, console: Console) -> None:
-        """Show on this console from now on; one that Tune restored shows nothing before."""
-        self._console = console
+    def __getstate__(self) -> None:
+        """Keep nothing: a study that is resumed makes its callbacks anew."""
 
     def setup(self, *args: Any, **info: Any) -> None:
         if self._console.is_terminal:

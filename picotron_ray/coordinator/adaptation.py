@@ -49,6 +49,8 @@ from picotron_ray.planner.memory import memory_estimate
 
 ADAPT = "adapt"
 """Kind of the alerts that tell decisions."""
+NOT_SEEN = "what passes wait for is not measured on this device at this layout, so neither are slow replicas"
+"""Why nothing is done where all that was measured is in order."""
 PATIENCE_S = 60.0
 """Longest wait for the planner's answers to suggestions."""
 SLOW_STEPS = 50
@@ -58,6 +60,9 @@ UNSTEADY, MOST_UNSTEADY = 0.1, 3
 a row that are passed over for it."""
 MOST_TOLD = 32
 """Reasons for no change that are remembered of a generation."""
+NOT_SEEN = (
+    "on this device passes wait for other ranks unseen at this layout, so slow replicas are not measured"
+)
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -137,24 +142,30 @@ def _question(memory: MachineMemory, calibration: Calibration) -> LayoutQuestion
 def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures) -> Calibration:
     """Factors by which this generation's steps exceed their estimate, where that has changed clearly.
 
-    The exposed reduction of gradients is told apart where there is one; what waits for data, copies and
-    other ranks counts for neither.
+    The exposed reduction of gradients is told apart where it was measured and the links that it speaks of
+    may exist; else both factors change alike. What waits for data, copies and other ranks counts for neither.
     """
     assert memory.spec is not None
     question = _question(memory, before)
     estimated_s, estimated_reduce_s = memory.plans.cost(memory.spec.layout, question)
     measured = reduce_s(figures)
     waits = sum(figures.phase_s.get(phase, 0.0) for phase in ("data", "snapshot", "sync"))
-    computing, by_estimate = figures.step_s - measured - waits, estimated_s - estimated_reduce_s
-    if not (0 < by_estimate < float("inf")) or computing <= 0:
+    spent, by_estimate = figures.step_s - waits, estimated_s - estimated_reduce_s
+    if not (0 < by_estimate < float("inf")) or spent <= measured:
         return before
-    compute = bounded(before.compute * computing / by_estimate)
-    told_apart = measured > 0 < estimated_reduce_s
-    links = bounded(before.communication * measured / estimated_reduce_s) if told_apart else compute
-    changes = (compute / before.compute, links / before.communication)
-    if all(1 / NOTICED <= change <= NOTICED for change in changes):
+    compute, links = (spent - measured) / by_estimate, 0.0
+    if measured > 0 < estimated_reduce_s:
+        links = measured / estimated_reduce_s
+    if not _times(before, compute, links).believed:
+        compute = links = spent / estimated_s
+    if all(1 / NOTICED <= change <= NOTICED for change in (compute, links)):
         return before
-    return Calibration(compute, links)
+    found = _times(before, compute, links)
+    return replace(found, compute=bounded(found.compute), communication=bounded(found.communication))
+
+
+def _times(before: Calibration, compute: float, links: float) -> Calibration:
+    return replace(before, compute=before.compute * compute, communication=before.communication * links)
 
 
 def _offers(memory: MachineMemory, figures: RunFigures, found: list[Found]) -> list[Offer] | None:
@@ -232,6 +243,8 @@ def _chosen(
     assert memory.spec is not None
     config, known = memory.job.adapt, memory.adapted
     if not found:
+        if not figures.waits_seen:
+            _tell_once(memory, NOT_SEEN, [], NOT_SEEN)
         return None
     seen = "; ".join(one.text for one in found)
     left = left_in_hour(memory.adaptation.times, memory.now, config.budget)

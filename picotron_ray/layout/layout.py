@@ -132,6 +132,12 @@ class Layout:
         return self.replica(rank) % self.shards
 
     @property
+    def waits_inside(self) -> bool:
+        """Whether ranks wait for each other inside forward and backward passes, besides a pipeline's hops."""
+        sharded = self.zero > 0 and self.replicas > 1
+        return sharded or max(self.tp, self.cp, self.ep) > 1
+
+    @property
     def stages(self) -> int:
         """Pipeline stages, of all ranks together."""
         return self.pp * self.virtual_stages

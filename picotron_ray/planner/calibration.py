@@ -15,6 +15,11 @@ LEAST, MOST = 0.02, 50.0
 """Bounds of a factor: what is outside was not measured, but a mistake."""
 
 
+LEAST_LINKS = 0.3
+"""Share of the factor of computing, or of 1 where that is more, below which a factor of communication counts
+as a mistake: no links are so much faster than their data sheet. A sum that hid elsewhere looks like that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Factors of measured over estimated: seconds of computing, of communication, and bytes at the peak."""
@@ -22,6 +27,15 @@ class Calibration:
     compute: float = 1.0
     communication: float = 1.0
     memory: float = 1.0
+
+    @property
+    def believed(self) -> bool:
+        """Whether communication is no faster than links can be.
+
+        >>> Calibration(1.0, 0.02).believed, Calibration(0.02, 0.02).believed, Calibration(2.0, 0.5).believed
+        (False, True, True)
+        """
+        return self.communication >= LEAST_LINKS * min(1.0, self.compute)
 
     def __str__(self) -> str:
         return (

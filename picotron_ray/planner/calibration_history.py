@@ -2,8 +2,9 @@
 
 A measure keeps the job and the layout that ran, so it is predicted anew with whatever profile is to be
 corrected: the assumed one, a data sheet's or a probe's. Computing and the reduction of gradients have a
-factor each where the figures tell them apart. One factor for both is taken where two would rank the measured
-runs worse than the plain model does, since the order of layouts is what plans are made of.
+factor each where the figures tell them apart, at two layouts at least. One factor for both is taken where
+links would come out faster than there are, and where two would rank the measured runs worse than the plain
+model does, since the order of layouts is what plans are made of.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LIKE = 8
 """Newest ones of the same model and batch that count, before all others."""
 SECTIONS = ("precision", "model", "data", "optimizer", "layout", "comm", "kernels")
 """Parts of a job that its cost depends on."""
+LAYOUTS = 2
+"""Layouts whose reductions must have been told apart before communication has a factor of its own."""
 MOST_MEMORY = 1.5
 """Largest factor of memory that is believed."""
 
@@ -141,13 +144,16 @@ def correction(
     memory = 1.0 if assumed else _memory(rows)
     even = Calibration(one, one, memory)
     apart = [row for row in rows if row.measure.reduce_s > 0 and row.reduce_s > 0]
-    if assumed or not apart:
+    if assumed or len({row.layout for row in apart}) < LAYOUTS:
         return Correction(even, tuple(rows), f"{said}; one factor for all")
     two = Calibration(
         bounded(median(_computing(row) for row in apart)),
         bounded(median(row.measure.reduce_s / row.reduce_s for row in apart)),
         memory,
     )
+    if not two.believed:
+        links = f"communication would be x {two.communication:.3g}"
+        return Correction(even, tuple(rows), f"{said}; one factor for all, as {links}")
     if _ordered(rows, two) < _ordered(rows, even):
         return Correction(even, tuple(rows), f"{said}; one factor for all, as two would rank them worse")
     return Correction(two, tuple(rows), said)

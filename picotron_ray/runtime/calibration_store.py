@@ -101,6 +101,7 @@ class CalibrationStore:
         for member in spec.members:
             counts[member.node] = counts.get(member.node, 0) + 1
         phases = {} if figures is None else figures.phase_s
+        told_apart = figures is not None and figures.waits_seen
         measure = RunMeasure(
             at_s=time.time(),
             run=self._job.name,
@@ -110,7 +111,7 @@ class CalibrationStore:
             node_sizes=tuple(sorted(counts.values(), reverse=True)),
             device_bytes=device_bytes,
             step_s=step_s,
-            reduce_s=phases.get("reduce", 0.0),
+            reduce_s=phases.get("reduce", 0.0) if told_apart else 0.0,
             waits_s=sum(phases.get(phase, 0.0) for phase in WAITS),
             peak_bytes=0 if figures is None else figures.peak_bytes,
         )

@@ -26,10 +26,10 @@ ROWS = 100
 MOST_STAGES = 32
 """Pipeline stages of one rank whose seconds a row holds; of a rank with more, those of the first ones."""
 MAGIC = 0x7069636F74726F32
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("=qqqq48s")  # magic, version, pid, start ticks, UUID of the GPU
 _HEAD_BYTES = 256
-_INTEGERS = 8 + 5 + len(AXES) + 1
+_INTEGERS = 9 + 5 + len(AXES) + 1
 _ROW = struct.Struct(f"={_INTEGERS}q{2 + len(STEP_PHASES)}d")  # followed by numbers and seconds of stages
 _STAGES = [struct.Struct(f"={count}q{count}d") for count in range(MOST_STAGES + 1)]
 _SUM = struct.Struct("=q")  # before all that
@@ -67,6 +67,7 @@ class StepRow(NamedTuple):
         row_s: seconds per row that is computed, those that only fill micro-batches among them.
         stage_s: by pipeline stage of the rank, seconds per micro-batch.
         sent_bytes: by `AXES`.
+        waits_seen: whether what passes wait for is told from what they compute.
     """
 
     row: int
@@ -83,6 +84,7 @@ class StepRow(NamedTuple):
     rows: int
     micro_batches: int
     memory: MemoryFigures
+    waits_seen: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class TelemetryPage:
             stage_s = {stage: stage_s[stage] for stage in sorted(stage_s)[:MOST_STAGES]}
         packed = _ROW.pack(
             *(self._count, row.term, row.n, row.rank, row.step, row.ordinal, row.rows, row.micro_batches),
+            int(row.waits_seen),
             *(memory.allocated, memory.reserved, memory.peak, memory.largest_free, memory.device),
             *row.sent_bytes,
             len(stage_s),
@@ -187,7 +190,7 @@ def _read_row(raw: bytes, place: int) -> StepRow | None:
     found = staged.unpack_from(raw, at + _ROW.size)
     if not all(map(math.isfinite, (*seconds, *found))):
         return None
-    _, term, n, rank, step, ordinal, rows, micro_batches = integers[:8]
+    _, term, n, rank, step, ordinal, rows, micro_batches, waits_seen = integers[:9]
     return StepRow(
         row=count,
         term=term,
@@ -198,9 +201,10 @@ def _read_row(raw: bytes, place: int) -> StepRow | None:
         step_s=seconds[0],
         row_s=seconds[1],
         phase_s=seconds[2:],
-        sent_bytes=integers[13:-1],
+        sent_bytes=integers[14:-1],
         stage_s=dict(zip(found[:stages], found[stages:], strict=True)),
         rows=rows,
         micro_batches=micro_batches,
-        memory=MemoryFigures(*integers[8:13]),
+        memory=MemoryFigures(*integers[9:14]),
+        waits_seen=bool(waits_seen),
     )

@@ -58,7 +58,8 @@ class WorkerFigures:
         row_s, stage_s, sent_bytes: means of those of `telemetry_page.StepRow`.
         rows: of the batch, that the last step fed to it.
         memory: at the end of the last step.
-        utilization: share of the device's time in which it computes.
+        utilization: share of the device's time in which it computes; 0: not known.
+        waits_seen: as of `telemetry_page.StepRow`.
     """
 
     term: int
@@ -73,6 +74,7 @@ class WorkerFigures:
     sent_bytes: tuple[float, ...] = ()
     memory: MemoryFigures = NO_MEMORY
     utilization: float = 0.0
+    waits_seen: bool = True
 
 
 def newest(rows: Sequence[StepRow], span_s: float) -> Sequence[StepRow]:
@@ -93,7 +95,7 @@ def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> Wor
 
     Args:
         rows: of one generation, by step.
-        utilization: of its device; None: not known, it is the share that it computes.
+        utilization: of its device; None: not known, it is the share that it computes where that is measured.
     """
     rows = [row for row in rows if row.ordinal >= WARM_UP]
     if not rows:
@@ -102,6 +104,8 @@ def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> Wor
     seconds = [(row.step_s, *row.phase_s) for row in rows]
     series = tuple(window_of(column) for column in zip(*seconds, strict=True))
     computes = sum(series[1 + place].mean for place in _COMPUTES) / series[0].mean if series[0].mean else 0.0
+    if not last.waits_seen:
+        computes = 0.0
     fed = [row.row_s for row in rows if row.row_s]
     return WorkerFigures(
         term=last.term,
@@ -116,4 +120,5 @@ def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> Wor
         sent_bytes=tuple(map(_mean, zip(*(row.sent_bytes for row in rows), strict=True))),
         memory=last.memory,
         utilization=min(1.0, computes) if utilization is None else utilization,
+        waits_seen=last.waits_seen,
     )

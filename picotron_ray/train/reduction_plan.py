@@ -114,7 +114,8 @@ def selection_of(
 
     Args:
         overlap: see `axes_of`.
-        own: whether own algorithms are candidates, as on gloo. On NCCL gradients alone have a choice.
+        own: whether own algorithms are candidates, as on gloo. On NCCL gradients without ZeRO alone have a
+            choice, and times: the host sees none of the waits of the others.
     """
     things = {}
     for thing, axis in axes_of(mesh, overlap).items():
@@ -143,7 +144,7 @@ def _gradients(
     if comm.selector and not mesh.layout.zero:
         plans = reduction_candidates(reduction_plan(comm, mesh), inner, mesh.layout.replicas, own=own)
         ways = {name: partial(gradients.use, plan) for name, plan in plans.items()}
-    return Traveller(ways, cost, link)
+    return Traveller(ways, cost, link, timed=own or not mesh.layout.zero)
 
 
 def _collectives(
@@ -158,7 +159,7 @@ def _collectives(
             for name in names
             if name != "hierarchical" or inner > 1
         }
-    return Traveller(ways, lambda: Cost(collectives.moved_bytes, collectives.cost_s), link)
+    return Traveller(ways, lambda: Cost(collectives.moved_bytes, collectives.cost_s), link, timed=own)
 
 
 def applied_ways(comm: CommConfig, mesh: Mesh) -> tuple[str, ...]:

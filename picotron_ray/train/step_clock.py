@@ -5,6 +5,10 @@ phases add up to the step. On a CPU a mark reads the host's clock. On CUDA it is
 stream, read once the device has passed it, one or two steps later: nothing synchronises for it, and a phase
 in which the device waits for the host counts by the device's time. An event costs the host a microsecond or
 two, and pipelines have many marks, so that not every step is measured there.
+
+What a stream waits for inside a pass lies between two marks like a kernel: collectives of ZeRO and of tensor,
+context and expert parallelism are not told apart from computing there (`sees_waits`). One slow rank then
+makes the passes of all others as long as its own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from picotron_ray.comm import wire_bytes
 from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.layout.layout import Layout
 
 NO_STAGE = -1
 CUDA_EVERY, PIPELINE_EVERY = 4, 2
@@ -235,6 +240,15 @@ class CudaClock(HostClock):
             self._free += events
         if len(self._pending) > MOST_PENDING:
             self._free += self._pending.popleft()[1]
+
+
+def sees_waits(layout: Layout, device: torch.device) -> bool:
+    """Whether a clock on this device tells what passes wait for from what they compute.
+
+    >>> sees_waits(Layout(dp=8), torch.device("cuda")), sees_waits(Layout(dp=8, zero=3), torch.device("cuda"))
+    (True, False)
+    """
+    return device.type != "cuda" or not layout.waits_inside
 
 
 def step_clock(sink: Sink, stages: tuple[int, ...] | None, device: torch.device) -> NoClock:

@@ -47,14 +47,18 @@ class WayChoice:
         ways: names of the candidates, the same on all ranks; at least one.
         link: what lies below them.
         leads: whether this rank tells of changes.
+        timed: whether costs say what the step waits; where they do not, nothing is measured or changed.
 
     Fields:
         chosen: the candidate in use.
         predicted_s, measured_s: of the newest step, on the slowest rank; None before.
     """
 
-    def __init__(self, thing: str, ways: Sequence[str], link: str, leads: bool = True) -> None:
-        self._thing, self._link, self._leads = thing, link, leads
+    def __init__(
+        self, thing: str, ways: Sequence[str], link: str, leads: bool = True, timed: bool = True
+    ) -> None:
+        assert timed or len(ways) == 1, "a choice needs times"
+        self._thing, self._link, self._leads, self._timed = thing, link, leads, timed
         self._names = list(ways)
         self._selector = Selector()
         self._first_step: int | None = None
@@ -83,7 +87,7 @@ class WayChoice:
 
     def decide(self, cost: Cost) -> None:
         """Correct the model by the step's cost, the largest of all ranks; choose where it is time."""
-        if self._at < WARM_ROUNDS * len(self._names):
+        if not self._timed or self._at < WARM_ROUNDS * len(self._names):
             return
         way = self._way(self._turn() or self.chosen)
         self.predicted_s = self._selector.predicted(way, cost.nbytes)
@@ -118,11 +122,13 @@ class Traveller:
         ways: how to take each candidate, by name.
         cost: of the step, on this rank.
         link: what lies below.
+        timed: whether ``cost`` has the seconds that the step waits.
     """
 
     ways: Mapping[str, Callable[[], None]]
     cost: Callable[[], Cost]
     link: str = "in a node"
+    timed: bool = True
 
 
 class WaySelection:
@@ -136,7 +142,8 @@ class WaySelection:
     def __init__(self, things: Mapping[str, Traveller], leads: bool = True) -> None:
         self._things = dict(things)
         self._choices = {
-            name: WayChoice(name, list(thing.ways), thing.link, leads) for name, thing in things.items()
+            name: WayChoice(name, list(thing.ways), thing.link, leads, thing.timed)
+            for name, thing in things.items()
         }
 
     def begin(self, step: int) -> None:

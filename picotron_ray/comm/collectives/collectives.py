@@ -62,7 +62,8 @@ class Collectives:
 
     Fields:
         plan: the algorithm in use; all ranks of a group have the same.
-        moved_bytes, cost_s: of buffers, and seconds spent in collectives, since `begin`.
+        moved_bytes, cost_s: of buffers, and seconds that the host spent in collectives, since `begin`. On
+            CUDA a call returns before its collective has begun: those are not counted.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Collectives:
 
     def all_gather(self, out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
         """Fill ``out [R n]`` with the ``part [n]`` of every rank, in their order; contiguous both."""
-        with self._timed(size_bytes(out)):
+        with self._timed(size_bytes(out), out):
             if not self.plan.own:
                 SENT.add(self.purpose, ring_share(size_bytes(out), group.size()))
                 all_gather_single(out, part, group=group)
@@ -110,7 +111,7 @@ class Collectives:
         gloo's own reduce-scatter is an all-reduce of everything. Exchanging the parts and adding them here
         moves half the bytes.
         """
-        with self._timed(size_bytes(whole)):
+        with self._timed(size_bytes(whole), whole):
             if self.plan.own:
                 work = whole.reshape(-1).clone()
                 parts = work.chunk(group.size())
@@ -127,7 +128,7 @@ class Collectives:
 
     def all_reduce_(self, x: Tensor, group: dist.ProcessGroup) -> None:
         """Sum a contiguous ``x`` over the group, in place, to the same bits on every rank."""
-        with self._timed(size_bytes(x)):
+        with self._timed(size_bytes(x), x):
             if not self.plan.own:
                 SENT.add(self.purpose, 2 * ring_share(size_bytes(x), group.size()))
                 dist.all_reduce(x, group=group)
@@ -151,7 +152,7 @@ class Collectives:
             return RowExchange(self, buffer, rows, run)
         mine = outgoing[group.rank()] * (size_bytes(rows[:1]) if len(rows) else 0)
         SENT.add(self.purpose, size_bytes(rows) - mine)
-        with self._timed(0):
+        with self._timed(0, buffer):
             work = dist.all_to_all_single(
                 buffer, rows, list(incoming), list(outgoing), group=group, async_op=True
             )
@@ -197,12 +198,13 @@ class Collectives:
         return self._peers[key]
 
     @contextmanager
-    def _timed(self, nbytes: int) -> Iterator[None]:
+    def _timed(self, nbytes: int, buffer: Tensor) -> Iterator[None]:
         began = time.perf_counter()
         self.moved_bytes += nbytes
         with PENDING.one():
             yield
-        self.cost_s += time.perf_counter() - began
+        if buffer.device.type != "cuda":
+            self.cost_s += time.perf_counter() - began
 
 
 class RowExchange:
@@ -215,7 +217,7 @@ class RowExchange:
 
     def wait(self) -> Tensor:
         """``[rows, ...]`` of all ranks, in their order."""
-        with self._owner._timed(size_bytes(self._rows)):
+        with self._owner._timed(size_bytes(self._rows), self._rows):
             self._run()
         PENDING.end()
         return self.buffer

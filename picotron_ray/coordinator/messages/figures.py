@@ -27,6 +27,9 @@ class RunFigures:
         reserved_bytes, allocated_bytes: of that rank, at the end of its last step.
         utilization: share of the device's time in which it computes, mean over ranks; 0: not known.
         ranks: members whose figures came.
+        waits_seen: whether what passes wait for is told from what they compute. Where it is not, slow
+            replicas and exposed communication are not measured: ``replica_row_s`` is empty, and ``reduce``,
+            ``forward`` and ``backward`` say nothing of them.
     """
 
     steps: int
@@ -43,6 +46,7 @@ class RunFigures:
     allocated_bytes: int = 0
     utilization: float = 0.0
     ranks: int = 0
+    waits_seen: bool = True
 
 
 Bottleneck = Literal["memory", "replica", "stage", "communication", "bubble", "compute", "idle"]

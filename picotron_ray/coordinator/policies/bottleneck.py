@@ -47,6 +47,9 @@ class Found(NamedTuple):
 def bottlenecks(figures: RunFigures, slow: Iterable[int] = ()) -> list[Found]:
     """Return the bottlenecks of a generation, the most urgent first.
 
+    Where figures do not tell waiting from computing, neither slow replicas nor communication nor computing
+    are found.
+
     Args:
         slow: replicas that have been slower than the others for long enough.
     """
@@ -55,7 +58,7 @@ def bottlenecks(figures: RunFigures, slow: Iterable[int] = ()) -> list[Found]:
     found: list[Found] = []
     if memory_is_short(figures):
         found.append(Found("memory", f"peak memory is {100 * memory:.0f} % of the device's"))
-    if behind := sorted(slow):
+    if figures.waits_seen and (behind := sorted(slow)):
         found.append(Found("replica", f"slower than {SLOW:g} of the median: replicas {_listed(behind)}"))
     if uneven := _uneven(figures.stage_s):
         found.append(Found("stage", f"the slowest pipeline stage takes {uneven:.2f} times the mean"))
@@ -64,7 +67,7 @@ def bottlenecks(figures: RunFigures, slow: Iterable[int] = ()) -> list[Found]:
         found.append(Found("communication", _said(reduces, "wait for sums of gradients")))
     if share.get("bubble", 0.0) > BUBBLE:
         found.append(Found("bubble", _said(share["bubble"], "wait for other pipeline stages")))
-    if computing > COMPUTE:
+    if figures.waits_seen and computing > COMPUTE:
         found.append(Found("compute", _said(computing, "compute")))
     if 0 < figures.utilization < IDLE and 0 < memory < IDLE:
         text = (
@@ -85,12 +88,14 @@ def memory_is_short(figures: RunFigures) -> bool:
 
 
 def reduce_s(figures: RunFigures) -> float:
-    """Exposed reduction of gradients, without what replicas wait in it for the slowest one.
+    """Exposed reduction of gradients, without what replicas wait in it for the slowest one; 0: not measured.
 
     >>> slow = RunFigures(9, 9, 1.8, {"reduce": 0.9}, replica_row_s=(0.1, 0.3), replica_rows=(6, 6))
     >>> round(reduce_s(slow), 6)
     0.3
     """
+    if not figures.waits_seen:
+        return 0.0
     computes = [
         row_s * rows for row_s, rows in zip(figures.replica_row_s, figures.replica_rows, strict=False)
     ]

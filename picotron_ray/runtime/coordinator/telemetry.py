@@ -52,6 +52,7 @@ class Round:
         self._stage_s, self._staged = [0.0] * layout.stages, [0] * layout.stages
         self._sent, self._utilization = [0.0] * len(AXES), 0.0
         self._steps, self._last_step = 0, 0
+        self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
 
     @property
@@ -83,6 +84,7 @@ class Round:
             self._sent[place] += nbytes
         self._utilization += one.utilization
         self._steps, self._last_step = max(self._steps, one.steps), max(self._last_step, one.last_step)
+        self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
 
     def _remember(self, memory: MemoryFigures) -> None:
@@ -100,7 +102,7 @@ class Round:
             last_step=self._last_step,
             step_s=means[0],
             phase_s=dict(zip(STEP_PHASES, means[1:], strict=True)),
-            replica_row_s=tuple(self._row_s),
+            replica_row_s=tuple(self._row_s) if self._waits_seen else (),
             replica_rows=tuple(self._rows),
             stage_s=tuple(s / max(1, n) for s, n in zip(self._stage_s, self._staged, strict=True)),
             sent_bytes={axis: sent / self.ranks for axis, sent in zip(AXES, self._sent, strict=True) if sent},
@@ -110,6 +112,7 @@ class Round:
             allocated_bytes=worst.allocated,
             utilization=self._utilization / self.ranks,
             ranks=self.ranks,
+            waits_seen=self._waits_seen,
         )
 
     def status(self, figures: RunFigures) -> dict[str, Any]:
@@ -134,6 +137,7 @@ class Round:
                 "device_bytes": figures.device_bytes,
             },
             "utilization": figures.utilization,
+            "waits_seen": figures.waits_seen,
         }
 
 

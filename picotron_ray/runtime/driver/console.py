@@ -88,7 +88,10 @@ def telemetry_lines(status: dict[str, Any]) -> list[str]:
     shares = {phase: window["mean"] / step_s for phase, window in told["phase_s"].items() if step_s}
     parts = [f"{phase} {share:.0%}" for phase, share in sorted(shares.items(), key=lambda part: -part[1])]
     shown = ", ".join(part for part in parts if not part.endswith(" 0%"))
-    return [f"a step takes {step_s:.3g} s over the last {told['steps']} steps: {shown}"]
+    lines = [f"a step takes {step_s:.3g} s over the last {told['steps']} steps: {shown}"]
+    if not told.get("waits_seen", True):
+        lines.append("not measured: what forward and backward wait for, and which replicas are slow")
+    return lines
 
 
 def worker_lines(status: dict[str, Any]) -> list[str]:

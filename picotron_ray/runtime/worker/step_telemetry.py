@@ -21,7 +21,7 @@ from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.telemetry_page import NO_MEMORY, MemoryFigures, StepRow, TelemetryPage
 from picotron_ray.runtime.worker.memory_reading import HeldMemory
-from picotron_ray.train.step_clock import NoClock, StepTimes, step_clock
+from picotron_ray.train.step_clock import NoClock, StepTimes, sees_waits, step_clock
 
 LEAST_S = 1.0
 SHARE = 1000.0
@@ -121,6 +121,7 @@ class StepTelemetry:
         nodes = Counter(member.node for member in spec.members)
         self._memory = DeviceMemory(device, nodes[spec.members[rank].node], limited)
         self._first = spec.resume_step + 1
+        self._waits_seen = sees_waits(spec.layout, device)
 
     def __call__(self, times: StepTimes) -> None:
         """Write a row."""
@@ -139,6 +140,7 @@ class StepTelemetry:
             rows=times.fed.rows,
             micro_batches=times.fed.micro_batches,
             memory=self._memory(),
+            waits_seen=self._waits_seen,
         )
         self._page.write(row)
 

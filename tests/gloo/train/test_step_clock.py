@@ -22,6 +22,15 @@ PAUSE_S = 0.06
 Ranks = list[list[tuple[StepTimes, float]]]
 
 
+def test_collectives_inside_passes_are_not_seen_on_cuda() -> None:
+    hidden = [Layout(dp=2, zero=z) for z in (1, 2, 3)] + [Layout(tp=2), Layout(dp=2, ep=2)]
+    hidden += [Layout(cp=2), Layout(cp=2, zero=1), Layout(pp=2, dp=2, zero=1)]
+    plain = [Layout(), Layout(dp=4), Layout(zero=3), Layout(dp=2, pp=2)]
+    for device, expected in (("cuda", [False] * len(hidden)), ("cpu", [True] * len(hidden))):
+        assert [step_clock.sees_waits(one, torch.device(device)) for one in hidden] == expected
+        assert all(step_clock.sees_waits(one, torch.device(device)) for one in plain)
+
+
 def take(pool: Pool, layout: Layout, slow_s: Mapping[int, float], stage: int | None = None) -> Ranks:
     job = make_job("sgd", BATCH, steps=STEPS)
     return pool.run(layout.world_size, timed_steps, job, layout, dict(slow_s), stage)

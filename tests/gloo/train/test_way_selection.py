@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from picotron_ray.comm.collectives.collectives import Collectives
 from picotron_ray.comm.reducers.choose import ReductionPlan
 from picotron_ray.comm.reducers.selector import EVERY_STEPS
+from picotron_ray.comm.wire_bytes import ACTIVATIONS
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.train.reduction_plan import axes_of, inner_ranks, reduction_candidates
-from picotron_ray.train.way_selection import Cost, WayChoice
+from picotron_ray.train.way_selection import Cost, Traveller, WayChoice, WaySelection
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job, run_layout
 from tests.support.gloo.parallel_jobs.reducer_jobs import selected
 from tests.support.gloo.parity import compare
@@ -74,6 +79,28 @@ def test_what_is_a_little_faster_is_not_worth_a_change(caplog: pytest.LogCapture
     changes = [record.getMessage() for record in caplog.records]
     assert len(changes) <= 1
     assert all("which cost a step overlapped" in line for line in changes)
+
+
+def test_what_the_host_does_not_wait_for_is_not_measured() -> None:
+    """On CUDA a call returns before its collective has begun: its microseconds are no cost of a step."""
+    with FakeTensorMode(), warnings.catch_warnings():
+        buffers = torch.empty(8), torch.empty(8, device="cuda")
+    counts = Collectives(ACTIVATIONS), Collectives(ACTIVATIONS)
+    for one, buffer in zip(counts, buffers, strict=True):
+        with one._timed(32, buffer):
+            time.sleep(0.01)
+    assert [one.moved_bytes for one in counts] == [32, 32]
+    assert counts[0].cost_s >= 0.01 > counts[1].cost_s == 0.0
+    choice = WayChoice("activations", ["auto"], "in a node", timed=False)
+    for step in range(1, 20):
+        choice.begin(step)
+        choice.decide(Cost(32, counts[1].cost_s))
+    assert (choice.predicted_s, choice.measured_s) == (None, None)
+    selection = WaySelection({"activations": Traveller({"auto": lambda: None}, Cost, timed=False)})
+    for step in range(1, 20):
+        selection.begin(step)
+        selection.decide(selection.costs())
+    assert selection.figures() == {}
 
 
 def test_the_model_predicts_what_is_measured_next() -> None:

@@ -80,13 +80,41 @@ def test_two_factors_that_would_rank_runs_worse_are_one() -> None:
     """The layout with most traffic is the fastest in truth, though sums were most of its step."""
     fast, slow = LAYOUTS[2], LAYOUTS[1]
     true_s = 0.5 * step_cost(JOB, slow, GPU).total_s
+    sums = {"step_s": true_s, "reduce_s": 0.9 * true_s}
     known = history(
         measure(slow, 1.0, 1.0, 0, reduce_s=0.0),
-        measure(fast, 1.0, 1.0, 1).model_copy(update={"step_s": true_s, "reduce_s": 0.9 * true_s}),
+        *(
+            measure(one, 1.0, 1.0, at).model_copy(update=sums)
+            for at, one in enumerate((fast, Layout(dp=8, micro_batch=2)), 1)
+        ),
     )
     found = correction(known, JOB, lambda one, layout: GPU)
     assert found.factors.compute == found.factors.communication
     assert "would rank them worse" in found.why
+
+
+def test_a_sum_that_hid_in_the_backward_pass_is_no_measure_of_links() -> None:
+    """What is left of it takes microseconds: links that fast would be planned for, and are not there."""
+    hidden = [
+        measure(layout, 1.0, 1.0, at).model_copy(
+            update={"reduce_s": 2e-3 * step_cost(JOB, layout, GPU).data_s}
+        )
+        for at, layout in enumerate(LAYOUTS)
+    ]
+    found = correction(history(*hidden), JOB, lambda one, layout: GPU)
+    assert found.factors.compute == found.factors.communication == pytest.approx(1.0, rel=0.01)
+    assert "communication would be x 0.02" in found.why
+
+
+def test_one_layout_has_one_factor() -> None:
+    """Its sums say how much of them it hides, not how fast links are."""
+    known = history(*(measure(LAYOUTS[0], 1.0, 0.5, at) for at in range(4)))
+    found = correction(known, JOB, lambda one, layout: GPU)
+    assert found.factors.compute == found.factors.communication
+    known = known.with_measure(measure(LAYOUTS[1], 1.0, 0.5, 9))
+    assert correction(known, JOB, lambda one, layout: GPU).factors.communication == pytest.approx(
+        0.5, rel=0.01
+    )
 
 
 def test_runs_of_the_same_model_go_before_others() -> None:

@@ -46,6 +46,15 @@ def test_a_generation_is_told_of_again_with_its_phases() -> None:
     assert (kept.step_s, kept.reduce_s, kept.waits_s, kept.device_bytes) == (0.4, 0.1, 0.05, 10**9)
 
 
+def test_a_reduction_that_waits_cannot_be_told_from_is_not_kept() -> None:
+    """FSDP2 waits for its sums inside the backward pass: what is left after it is no measure of links."""
+    store = CalibrationStore(JOB, "cuda")
+    unseen = m.RunFigures(50, 60, 0.4, {"reduce": 0.002, "data": 0.05}, waits_seen=False)
+    store.add(spec(), 0.4, unseen, 10**9)
+    (kept,) = (load(store.path) or pytest.fail("no history")).measures
+    assert (kept.reduce_s, kept.waits_s) == (0.0, 0.05)
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"version": 7}', "[]", "\x00"])
 def test_a_damaged_file_counts_as_none_and_is_replaced(content: str) -> None:
     store = CalibrationStore(JOB, "cpu")

@@ -16,6 +16,7 @@ from picotron_ray.coordinator.codec import decode, encode
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.telemetry import Round, RunTelemetry
+from picotron_ray.runtime.driver.console import telemetry_lines
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures, window_of
 
@@ -72,6 +73,21 @@ def test_a_round_ends_with_the_last_rank(run: RunTelemetry, record: RunRecord) -
     told = record.status(0)["telemetry"]
     assert told["step_s"].keys() == told["phase_s"]["bubble"].keys() == {"mean", "max", "min", "std"}
     assert (told["generation"], told["memory"]["largest_free_bytes"]) == ("3.1", 43)
+
+
+def test_ranks_that_do_not_see_their_waits_measure_no_replica(run: RunTelemetry, record: RunRecord) -> None:
+    """On CUDA a slow rank makes its peers' passes as long as its own: nobody is slower than others."""
+    run.take(spec(), [worker(rank, waits_seen=rank != 3) for rank in range(8)], 0.0)
+    (event,) = run.due(spec(), 1.0)
+    assert (event.figures.waits_seen, event.figures.replica_row_s) == (False, ())
+    assert event.figures.replica_rows == (4, 5)
+    told = record.status(0)["telemetry"]
+    assert (told["waits_seen"], told["replica_row_s"]) == (False, [])
+    assert decode(json.loads(json.dumps(encode(event)))) == event
+    assert telemetry_lines({"telemetry": told})[1].startswith("not measured: ")
+    run.take(spec(), [worker(rank) for rank in range(8)], 2.0)
+    (event,) = run.due(spec(), 2.0)
+    assert len(telemetry_lines({"telemetry": record.status(0)["telemetry"]})) == 1
 
 
 def test_after_an_interval_all_replicas_and_stages_do(run: RunTelemetry) -> None:

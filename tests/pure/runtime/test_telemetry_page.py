@@ -58,6 +58,11 @@ def test_reader_sees_what_the_writer_wrote(path: Path) -> None:
         "GPU-11111111-2222-3333-4444-555555555555",
     )
     assert found.rows == (ROW._replace(row=1),)
+    unseen = ROW._replace(row=2, waits_seen=False)
+    page.write(unseen)
+    again = read_rows(path)
+    assert again is not None
+    assert again.rows == (ROW._replace(row=1), unseen)
     assert [file.name for file in path.parent.iterdir()] == ["w1.telemetry"]
 
 

@@ -126,7 +126,7 @@ def test_a_change_that_hurts_is_taken_back(tmp_path: Path) -> None:
     run = adapting(
         tmp_path,
         "hurts",
-        *("steps=150", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
+        *("steps=120", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
         *("layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=4"),
         chaos=[slow(rank, 0.1) for rank in (1, 2, 3)],
     )

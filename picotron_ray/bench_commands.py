@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.launch import Config, Overrides, reported
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
@@ -31,7 +34,7 @@ def bench_recovery(
 
     Example: picotron-ray bench recovery --runs 3 --peers none
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.common.report import recovery_lines
         from picotron_ray.bench.recovery import bench
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
@@ -55,7 +58,7 @@ def bench_throughput(
 
     Example: picotron-ray bench throughput --pairs 4 --json -
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.common.report import throughput_lines
         from picotron_ray.bench.throughput import bench
 
@@ -75,7 +78,7 @@ def bench_telemetry(
 
     Example: picotron-ray bench telemetry --steps 500
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.telemetry import bench
 
         found = bench.bench(steps, micro_batches, ranks, _say)
@@ -94,7 +97,7 @@ def bench_coordinator(
 
     Example: picotron-ray bench coordinator --nodes 64 --seconds 20 --no-calls
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.coordinator import bench, report
 
         found = bench.bench(nodes, workers, seconds, _say, with_calls=calls)
@@ -110,7 +113,9 @@ def bench_mfu(
     warmup: Annotated[int, typer.Option(min=0, help="steps before them")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="each with every setting once")] = 5,
     ablate: Annotated[bool, typer.Option("--ablate", help="switch each optimisation in turn")] = False,
-    only: Annotated[str, typer.Option(help="with --ablate: switches that begin with this, as comm.")] = "",
+    only: Annotated[
+        str, typer.Option(help="with --ablate: switches that begin with this, as comm. or comm.,layout.zero")
+    ] = "",
     peers: Annotated[
         str, typer.Option(help="some of plain, picotron, torchtitan, with commas between, or none")
     ] = "plain",
@@ -128,7 +133,7 @@ def bench_mfu(
 
     Example: picotron-ray bench mfu quickstart --peers none --rounds 2
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.mfu import report, run
 
         options = run.MfuOptions(
@@ -165,7 +170,7 @@ def bench_plan(
 
     Example: picotron-ray bench plan quickstart --hardware here.json --workers 2
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.plan import bench, report
 
         options = bench.PlanOptions(hardware, workers, layouts, rounds, steps, warmup, seed)
@@ -191,7 +196,7 @@ def bench_comm(
 
     Example: picotron-ray bench comm --groups 2 --sizes 1KiB,1MiB --budget-s 60
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench.comm import bench, report
 
         found = bench.bench(bench.CommOptions(groups, sizes, collectives, strategies, budget_s, device), _say)
@@ -209,7 +214,7 @@ def bench_initial_weights(
 
     Example: picotron-ray bench initial-weights llama-3-70b layout.tp=8 layout.pp=8 data.path=CORPUS
     """
-    with reported(json_file == "-"):
+    with _reported(json_file):
         from picotron_ray.bench import initial_weights
 
         found = initial_weights.bench(config, overrides or [], rank, _say)
@@ -219,6 +224,15 @@ def bench_initial_weights(
 def _say(line: str) -> None:
     """Progress, which is not part of a result."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _reported(json_file: str | None) -> Iterator[None]:
+    """Refuse a file that nothing can be written to before hours of measuring, and report what is raised."""
+    with reported(json_file == "-"):
+        if json_file not in (None, "-"):
+            refuse_unwritable("--json", Path(json_file))
+        yield
 
 
 def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> None:

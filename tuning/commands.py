@@ -21,6 +21,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
 from tuning import spaces
 from tuning.connected import QUIET, connected
+from tuning.notes import refuse_another
 from tuning.points import refuse_infeasible
 from tuning.study_options import (
     POPULATION,
@@ -36,7 +37,8 @@ tune = typer.Typer(
 KINDS = ("layout", "hparams", "batch", "lr")
 
 Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
-Trials = Annotated[int, typer.Option(help="most trials; hparams: of pbt and pb2 by default the population")]
+Trials = Annotated[int, typer.Option(help="most trials")]
+Members = Annotated[int, typer.Option("--trials", help="most trials; pbt, pb2: by default the population")]
 Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
 Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")]
 Scheduler = Annotated[
@@ -55,6 +57,7 @@ Axes = Annotated[
         " kernels, sequence-length; repeated",
     ),
 ]
+Keep = Annotated[bool, typer.Option("--keep-weights", help="leave the commits of ended trials in storage")]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write what results.json holds to this file")]
@@ -76,6 +79,7 @@ def layout(
     seeded: Annotated[bool, typer.Option(help="the planner's best layouts first")] = True,
     gpu_hours: Hours = None,
     wall_s: Wall = None,
+    keep_weights: Keep = False,
     seed: Seed = 0,
     concurrent: Concurrent = None,
     json_file: JsonFile = None,
@@ -94,7 +98,7 @@ def hparams(
     config: Config,
     overrides: Overrides = None,
     name: Name = None,
-    trials: Trials = 100,
+    trials: Members = 100,
     steps: Steps = 20,
     search: Search = "tpe",
     scheduler: Scheduler = "none",
@@ -104,6 +108,7 @@ def hparams(
     space: Axes = None,
     gpu_hours: Hours = None,
     wall_s: Wall = None,
+    keep_weights: Keep = False,
     seed: Seed = 0,
     concurrent: Concurrent = None,
     json_file: JsonFile = None,
@@ -231,6 +236,7 @@ def run(
         NoneFinishedError, InterruptedSweepError.
     """
     os.environ.update(QUIET)  # before Tune is imported, which reads them
+    options = options.model_copy(update={"space": tuple(words)})
     space, known, seeds = space_of(job, options, words)
     refuse_contradictions(options, space)
     short = plan_job(job, options)
@@ -240,8 +246,10 @@ def run(
 
     from tuning.room import device_of
     from tuning.study import Study
+    from tuning.trial_runs import refuse_elsewhere
 
     with connected(job, options.name, concurrent, relative_url, options.members):
+        refuse_elsewhere(job, options.name, console)
         if device_of(job) == "cuda" != job.cluster.device:  # only the cluster knows what ``auto`` is
             space, known, seeds = space_of(job, options, words, "cuda")
         found = Study(job, options, space, known, seeds, concurrent, console).run()
@@ -263,7 +271,9 @@ def _storage_takes(job: JobConfig, options: StudyOptions) -> None:
     from picotron_ray.checkpoint.storage.base import probe
     from picotron_ray.checkpoint.storage.open import open_storage
 
-    probe(open_storage(job.storage, options.name))
+    storage = open_storage(job.storage, options.name)
+    refuse_another(storage, "study", job, options)
+    probe(storage)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import PicotronError, StorageError
 
 
 class InterruptedSweepError(PicotronError):
@@ -17,3 +17,7 @@ class NoneFinishedError(PicotronError):
 
 class TrialFailedError(PicotronError):
     """A trial's run ended without finishing; the message is the run's own reason."""
+
+
+class StudyStorageError(StorageError):
+    """A trial ended because the study's storage is full or gone, which says nothing about its point."""

@@ -17,7 +17,7 @@ from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.result import filesystem_of
 from tuning import schedulers, searchers
 from tuning.budget import StudyBudget
-from tuning.errors import InterruptedSweepError
+from tuning.errors import InterruptedSweepError, StudyStorageError
 from tuning.live_table import LiveTable
 from tuning.objectives import parse_objective
 from tuning.points import fixed_points
@@ -25,10 +25,10 @@ from tuning.room import DRIVER_CPUS, device_of
 from tuning.spaces import Space, with_point
 from tuning.study_options import StudyOptions
 from tuning.trial import study_trial
-from tuning.trial_rows import rows_of
+from tuning.trial_rows import ENDED, rows_of, storage_failed, trials_of
+from tuning.trial_runs import GivenBack, StorageWatch, runs_url
 
-ENDED = ("finished", "failed", "stopped")
-RETRIES = 1
+RETRIES = 2
 """Times that Tune starts a trial again whose own actor died; its run goes on from where it was."""
 
 
@@ -81,11 +81,15 @@ class Experiment:
             warnings.filterwarnings("ignore", message="Consider boosting PBT performance")
             try:
                 return tuner.fit()
-            except OSError as error:  # Tune's own files, where its storage is full or gone
+            except (OSError, StudyStorageError) as error:  # of Tune's own files, or of a trial's run
                 raise StorageError(
                     f"study {self.options.name}: {self.job.storage.url}: {error}; make room, then the same"
                     " command resumes it"
                 ) from error
+            finally:
+                for callback in _config_of(tuner).callbacks or ():
+                    if isinstance(callback, LiveTable):
+                        callback.close()
 
     def _headline(self, count: int) -> str:
         by = self.options.population_based or self.options.search
@@ -109,7 +113,11 @@ class Experiment:
             tune.with_parameters(study_trial, study=self._shared()), {"cpu": DRIVER_CPUS}
         )
         if tune.Tuner.can_restore(f"{where}/{self.name}", storage_filesystem=remote):
-            return tune.Tuner.restore(f"{where}/{self.name}", trainable, storage_filesystem=remote)
+            kept = (f"{where}/{self.name}", trainable)
+            found = tune.Tuner.restore(*kept, storage_filesystem=remote)
+            if not any(map(storage_failed, trials_of(found.get_results()))):
+                return found
+            return tune.Tuner.restore(*kept, storage_filesystem=remote, resume_errored=True)
         objective = parse_objective(self.options.objective)
         asked: dict[str, Any] = {}
         if len(objective.metrics) == 1:
@@ -133,10 +141,16 @@ class Experiment:
                 storage_filesystem=remote,
                 failure_config=tune.FailureConfig(max_failures=RETRIES),
                 stop=budget,
-                callbacks=[budget, LiveTable(self.console, objective.metrics)],
+                callbacks=self._callbacks(budget, count),
                 verbose=0,
             ),
         )
+
+    def _callbacks(self, budget: StudyBudget, count: int) -> list[tune.Callback]:
+        metrics = parse_objective(self.options.objective).metrics
+        shown = [budget, StorageWatch(), LiveTable(self.console, metrics, count)]
+        keep = self.options.keep_weights or self.options.population_based
+        return shown if keep else [*shown, GivenBack(self.job, self.options.name)]
 
     def _shared(self) -> dict[str, Any]:
         """Values that all trials share, as plain data."""
@@ -144,7 +158,7 @@ class Experiment:
             "job": self.job.model_dump(mode="json"),
             "options": self.options.model_dump(mode="json"),
             "layouts": {name: layout.to_dict() for name, layout in self.known.items()},
-            "url": f"{self.job.storage.url.rstrip('/')}/{self.options.name}/runs",
+            "url": runs_url(self.job, self.options.name),
             "device": device_of(self.job),
             "reference": self._reference(),
             "concurrent": self.concurrent,
@@ -159,5 +173,11 @@ class Experiment:
 
 def _spent(tuner: tune.Tuner) -> bool:
     """Whether its budget ended the experiment; after a restore that is not the budget made here."""
-    budget = tuner._local_tuner.get_run_config().stop if tuner._local_tuner else None
+    budget = _config_of(tuner).stop
     return isinstance(budget, StudyBudget) and budget.stop_all()
+
+
+def _config_of(tuner: tune.Tuner) -> tune.RunConfig:
+    """The run config; after a restore its objects are not those made here."""
+    assert tuner._local_tuner is not None, "the driver is no Ray client"
+    return tuner._local_tuner.get_run_config()

@@ -9,7 +9,7 @@ held-out loss after the same number of steps. Neither figure is scaled or weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,16 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.best_first import BestFirst
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.search import choose_layout, layouts
+from picotron_ray.planner.memory import budget_bytes
+from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.search import choose_layout
 
 FAILURES_WITHOUT_PROGRESS = 2
 """A trial that fails this often at the same step is given up: an out-of-memory error comes again."""
+MOST_LAYOUTS = 256
+"""Layouts of a space, before their micro-batches, where there are not as many trials."""
 HEARTBEAT_S = 0.2
 """A trial's figures come from heartbeats: a short one needs more of them than a run does."""
 
@@ -54,27 +59,64 @@ def candidates(job: JobConfig, options: SweepOptions, profile: DeviceProfile) ->
     Raises:
         LayoutError: none fits.
     """
-    best = layouts(job, job.cluster.max_workers, profile)
-    if not best:
-        choose_layout(job, job.cluster.max_workers, profile)  # raises, saying why
-    columns = [list(_sizes(layout, options)) for layout in best]
-    found: list[Layout] = []
-    for at in range(max(map(len, columns))):
-        for layout, sizes in zip(best, columns, strict=True):
-            wanted = replace(layout, micro_batch=sizes[at]) if at < len(sizes) else None
-            if wanted is not None and wanted not in found and not layout_problems(job, wanted):
-                found.append(wanted)
+    best = ranked(job, profile, options.trials)
+    found = in_micro_batches(job, profile, best, options.micro_batches)
     if not found:
         raise LayoutError(f"micro_batches: saw {options.micro_batches}, none fits; leave the option out")
     return found[: layout_trials(options, len(found))]
 
 
-def _sizes(layout: Layout, options: SweepOptions) -> Iterator[int]:
-    if options.micro_batches:
-        yield from options.micro_batches
-        return
-    yield layout.micro_batch
-    yield from (size for size in (layout.micro_batch // 2, layout.micro_batch * 2) if size)
+def ranked(job: JobConfig, profile: DeviceProfile, trials: int) -> list[Layout]:
+    """The planner's best layouts on the job's most workers, cheapest first, each of a kind of its own.
+
+    There are `MOST_LAYOUTS` or ``trials`` of them at most: on hundreds of workers thousands would fit.
+
+    Raises:
+        LayoutError: none fits.
+    """
+    workers = job.cluster.max_workers
+    search = BestFirst(
+        job, profile, (), budget_bytes(job, profile.memory_bytes), keep=max(MOST_LAYOUTS, trials)
+    )
+    search.run(workers)
+    if not search.found:
+        choose_layout(job, workers, profile)  # raises, saying why
+    return [layout for _, layout in search.found]
+
+
+def in_micro_batches(
+    job: JobConfig, profile: DeviceProfile, best: Sequence[Layout], sizes: Sequence[int]
+) -> list[Layout]:
+    """Each layout once, then each in its second micro-batch, and so on; what does not fit is left out.
+
+    Where the job leaves recomputation open, it is the cheapest that fits the micro-batch.
+
+    Args:
+        sizes: micro-batches to take each in; empty: the planner's, its half and its double.
+    """
+    columns = [list(sizes) or _around(layout.micro_batch) for layout in best]
+    budget = budget_bytes(job, profile.memory_bytes)
+    found: dict[Layout, None] = {}
+    for at in range(max(map(len, columns))):
+        for layout, column in zip(best, columns, strict=True):
+            for size in column[at : at + 1]:
+                fitting = _fitting(job, profile, replace(layout, micro_batch=size), budget)
+                if fitting is not None:
+                    found.setdefault(fitting)
+    return list(found)
+
+
+def _fitting(job: JobConfig, profile: DeviceProfile, layout: Layout, budget: float) -> Layout | None:
+    """The layout with the recomputation that it needs; None where model, batch or memory refuse it."""
+    if layout_problems(job, layout):
+        return None
+    if job.layout.recompute == "auto":
+        layout = replace(layout, recompute="none")
+    return cheapest_recompute(job, layout, budget, profile)
+
+
+def _around(micro_batch: int) -> list[int]:
+    return [micro_batch, *(size for size in (micro_batch // 2, micro_batch * 2) if size)]
 
 
 def layout_trials(options: SweepOptions, layouts_there: int) -> int:

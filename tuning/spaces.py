@@ -67,20 +67,19 @@ HPARAMS: Space = {
 
 
 def feasible_layouts(
-    job: JobConfig, profile: DeviceProfile, seeded: bool = True, micro_batches: Sequence[int] = ()
+    job: JobConfig, profile: DeviceProfile, trials: int, seeded: bool = True
 ) -> dict[str, Layout]:
-    """Layouts that fit on the most workers, by name, each in its micro-batches.
+    """The planner's best layouts on the most workers, by name, each in its micro-batches.
 
     Args:
+        trials: that there are to be layouts for.
         seeded: in the planner's order; else by name, which says nothing of their speed.
-        micro_batches: to try in each; empty: the planner's, its half and its double.
 
     Raises:
         LayoutError: none fits.
     """
-    sizes = tuple(micro_batches)
-    limits = plan.SweepOptions(name="all", trials=2**31, layout_trials=2**30, micro_batches=sizes)
-    found = {str(layout): layout for layout in plan.candidates(job, limits, profile)}
+    best = plan.ranked(job, profile, trials)
+    found = {str(layout): layout for layout in plan.in_micro_batches(job, profile, best, ())}
     return found if seeded else dict(sorted(found.items()))
 
 
@@ -229,12 +228,15 @@ def check(job: JobConfig, space: Space, known: Mapping[str, Layout]) -> None:
     if not space:
         raise ConfigError("--space: saw nothing to vary, expected at least one key=values")
     for key, axis in space.items():
-        values = axis.values if isinstance(axis, Choice) else axis.grid(2)
-        reasons = [why_not(job, {key: value}, known) for value in values]
-        if UNKNOWN in reasons[0]:
-            raise ConfigError(f"--space: {reasons[0]}")
-        if isinstance(axis, Choice) and all(reasons):
-            raise ConfigError(f"--space: every point is infeasible: {reasons[-1].splitlines()[0]}")
+        reason = ""
+        for value in axis.values if isinstance(axis, Choice) else axis.grid(2):
+            reason = why_not(job, {key: value}, known)
+            if UNKNOWN in reason:
+                raise ConfigError(f"--space: {reason}")
+            if not reason:
+                break
+        if isinstance(axis, Choice) and reason:
+            raise ConfigError(f"--space: every point is infeasible: {reason.splitlines()[0]}")
 
 
 def why_not(job: JobConfig, point: Mapping[str, Any], known: Mapping[str, Layout]) -> str:

@@ -22,10 +22,11 @@ from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from tuning import plan, room
 from tuning.experiment import Experiment
+from tuning.notes import begun
 from tuning.objectives import parse_objective
 from tuning.plan import SweepOptions
 from tuning.spaces import LAYOUT, Choice, Range, Space, with_point
-from tuning.study import begun, best_rows, put_recipe
+from tuning.study import best_rows, put_recipe
 from tuning.study_options import StudyOptions
 
 LAYOUTS, RATES = "layouts", "learning-rates"

@@ -8,20 +8,18 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from picotron_ray.checkpoint.storage.base import Storage, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.export import public_dict
-from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
 from tuning import plan, room
 from tuning.errors import NoneFinishedError
 from tuning.experiment import Experiment
+from tuning.notes import begun
 from tuning.objectives import Objective, front, parse_objective
-from tuning.plan import SweepOptions
 from tuning.spaces import LAYOUT, Space, with_point
 from tuning.study_options import StudyOptions
 from tuning.study_report import as_html
@@ -89,37 +87,6 @@ class Study:
             rest = {key: value for key, value in point.items() if key != LAYOUT}
             return plan.recipe(with_point(self._job, rest, self._known), layout, profile)
         return {**public_dict(found), "name": f"{self._job.name[:58]}-best"}
-
-
-def begun(
-    storage: Storage, kind: str, job: JobConfig, options: StudyOptions | SweepOptions, also: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Note that a study or sweep begins, or return the note of the launch that this one resumes.
-
-    Raises:
-        ConfigError: it began with something else, so that its trials would not be comparable.
-    """
-    mine = {"job": public_dict(job), "options": options.model_dump(mode="json"), **also}
-    known = get_or_none(storage, f"{kind}.json")
-    if known is None:
-        storage.put_if_absent(f"{kind}.json", json.dumps(mine, indent=1).encode())
-        return None
-    began: dict[str, Any] = json.loads(known)
-    theirs = {**began, "job": public_dict(parse_job(began["job"]))}  # with keys that have come since
-    theirs["options"] = type(options).model_validate(began["options"]).model_dump(mode="json")
-    compared = ("job", "options") if kind == "sweep" else tuple(mine)
-    changed = [
-        key
-        for part in compared
-        for key in {**theirs[part], **mine[part]}
-        if theirs[part].get(key) != mine[part].get(key)
-    ]
-    if changed:
-        raise ConfigError(
-            f"name: the {kind} {options.name!r} began with other values of {', '.join(changed)}; set them"
-            " back to resume it, or choose another --name"
-        )
-    return began
 
 
 def best_rows(what: str, rows: list[dict[str, Any]], objective: Objective) -> list[dict[str, Any]]:

@@ -36,9 +36,11 @@ class StudyOptions(Section):
     population: int | None = Field(default=None, ge=2, description="trials of a generation, evolutionary")
     interval: int | None = Field(default=None, ge=1, description="pbt, pb2: steps between exchanges")
     objective: str = Field(default="tokens_per_s", description="a figure, several by commas, or score")
+    space: tuple[str, ...] = Field(default=(), description="axes as the user named them")
     gpu_hours: float | None = Field(default=None, gt=0, description="worker hours that end it")
     wall_s: float | None = Field(default=None, gt=0, description="seconds that end it")
     seeded: bool = Field(default=True, description="try the planner's layouts first, in its order")
+    keep_weights: bool = Field(default=False, description="leave the commits of ended trials in storage")
     seed: int = Field(default=0, ge=0, description="of the searcher")
 
     @property

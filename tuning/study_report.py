@@ -16,11 +16,15 @@ STYLE = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 10px;text-align:
 
 def as_line(row: Mapping[str, Any]) -> str:
     """A trial on one line."""
-    point = " ".join(f"{key.rpartition('.')[2]}={short(value)}" for key, value in row["point"].items())
     return (
-        f"{row['trial']}  {row['status']:10}  {point}  {short(row['tokens_per_s'])} tokens/s"
+        f"{row['trial']}  {row['status']:10}  {point_text(row)}  {short(row['tokens_per_s'])} tokens/s"
         f"  eval_loss {short(row['eval_loss'])}" + (f"  {row['reason']}" if row["reason"] else "")
     )
+
+
+def point_text(row: Mapping[str, Any]) -> str:
+    """A trial's point in one line, without the sections of its keys."""
+    return " ".join(f"{key.rpartition('.')[2]}={short(value)}" for key, value in row["point"].items())
 
 
 def short(value: Any) -> str:

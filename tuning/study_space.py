@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
@@ -64,14 +65,16 @@ def _layout_space(
     from picotron_ray.planner.datasheet import profile_of
 
     profile = profile_of(device)
-    known = spaces.feasible_layouts(job, profile, options.seeded)
+    known = spaces.feasible_layouts(job, profile, options.trials, options.seeded)
     space: Space = {LAYOUT: Choice(tuple(known)), **given}
-    seeds = [
+    if not options.seeded:
+        return space, known, []
+    points = (
         {LAYOUT: name, **{key: _first(job, key, axis, layout) for key, axis in given.items()}}
         for name, layout in known.items()
-    ]
-    seeds = [seed for seed in seeds if not spaces.why_not(job, seed, known)][: max(1, options.trials // 2)]
-    return space, known, seeds if options.seeded else []
+    )
+    feasible = (point for point in points if not spaces.why_not(job, point, known))
+    return space, known, list(itertools.islice(feasible, max(1, options.trials // 2)))
 
 
 def _first(job: JobConfig, key: str, axis: Choice | Range, layout: Layout) -> Any:

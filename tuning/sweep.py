@@ -26,6 +26,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 from tuning import plan
 from tuning.connected import QUIET, connected
+from tuning.notes import refuse_another
 from tuning.plan import SweepOptions
 
 
@@ -105,11 +106,15 @@ def run(
     os.environ.update(QUIET)  # before Tune is imported, which reads them
     layouts = plan.candidates(job, options, CPU)
     plan.shortened(job.model_dump(mode="json"), options.steps, f"{options.name}.check", job.storage.url)
-    probe(open_storage(job.storage, options.name))
+    storage = open_storage(job.storage, options.name)
+    refuse_another(storage, "sweep", job, options)
+    probe(storage)
 
     from tuning.stages import Sweep
+    from tuning.trial_runs import refuse_elsewhere
 
     with connected(job, options.name, concurrent, relative_url):
+        refuse_elsewhere(job, options.name, console)
         return Sweep(job, options, concurrent, console, layouts).run()
 
 

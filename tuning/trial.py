@@ -9,109 +9,38 @@ out-of-memory error ends that trial, with its reason, and no other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ray import tune
-from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig
+from ray.train.v2.api.exceptions import ControllerError
 
 from picotron_ray.checkpoint.storage.base import decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import StorageError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.runtime.ray_train.trainer import ElasticTrainer
-from tuning.errors import TrialFailedError
+from tuning import trial_runs
+from tuning.errors import StudyStorageError, TrialFailedError
 from tuning.objectives import parse_objective, score
-from tuning.parts import NO_ROUND, ROUND, MemberRun, job_of_part
+from tuning.parts import MemberRun, job_of_part
 from tuning.plan import shortened
-from tuning.population import noted, present_part, slot
+from tuning.population import present_part, slot
 from tuning.spaces import with_point
 from tuning.study_options import StudyOptions
-
-
-class TrialReports(UserCallback):
-    """Callback that tells Tune a run's figures on the way; its scheduler may end the trial by them.
-
-    Args:
-        complete: adds the figures that follow from a run's own.
-        needed: figures without which there is no report.
-        last_step: steps of the run; its end is reported by whoever called ``fit``.
-    """
-
-    def __init__(
-        self, complete: Callable[[dict[str, Any]], dict[str, Any]], needed: Sequence[str], last_step: int
-    ) -> None:
-        self._complete, self._needed, self._last_step = complete, needed, last_step
-        self._reported = 0
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        step = self._due(metrics[0].get("eval_step", 0), checkpoint)
-        if not self._reported < step < self._last_step:
-            return
-        figures = self._complete(metrics[0])
-        if all(_finite(figures.get(name)) for name in self._needed):
-            self._reported = step
-            self._tell({**figures, "finished": False}, step)
-
-    def _due(self, evaluated: int, checkpoint: Any) -> int:
-        """The step that a report would be about."""
-        return evaluated
-
-    def _tell(self, figures: dict[str, Any], step: int) -> None:
-        tune.report({**figures, "step": step})
-
-    def end(self, figures: dict[str, Any], step: int) -> None:
-        """Report the run's end."""
-        tune.report({**figures, "finished": True, "step": step})
-
-
-class MemberReports(TrialReports):
-    """TrialReports of a member of a population: at its commits alone, since others may go on from there.
-
-    Args:
-        part: the member's run.
-        interval: steps between exchanges.
-    """
-
-    def __init__(self, *args: Any, part: MemberRun, interval: int) -> None:
-        super().__init__(*args)
-        self._part, self._interval = part, interval
-        self._reported = part.noted_step
-        self._committed = 0
-
-    def _due(self, evaluated: int, checkpoint: Any) -> int:
-        if checkpoint is not None:
-            self._committed = checkpoint.step
-        return self._committed if evaluated >= self._committed else 0
-
-    def _tell(self, figures: dict[str, Any], step: int) -> None:
-        with noted(self._part, step) as note:
-            tune.report(self._of_member(figures, step), checkpoint=note)
-
-    def end(self, figures: dict[str, Any], step: int) -> None:
-        """Report the end, which is no exchange."""
-        tune.report({**self._of_member(figures, step), "finished": True, ROUND: NO_ROUND})
-
-    def _of_member(self, figures: dict[str, Any], step: int) -> dict[str, Any]:
-        origin = f"{self._part.origin_run}@{self._part.origin_step}" if self._part.origin_run else ""
-        reached = self._part.before_steps + step
-        return {**figures, "step": reached, ROUND: reached // self._interval, "took_over": origin}
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+from tuning.trial_reports import MemberReports, TrialReports, finite
 
 
 def run_name(options: StudyOptions) -> str:
     """The name of the calling trial's run: the same whenever Tune starts the trial again."""
-    return f"{options.name}.{tune.get_context().get_trial_id()}"
+    return trial_runs.run_name(options.name, tune.get_context().get_trial_id())
 
 
 def study_trial(config: dict[str, Any], study: dict[str, Any]) -> None:
@@ -142,18 +71,16 @@ def _train(job: JobConfig, options: StudyOptions, study: dict[str, Any], part: M
     Raises:
         TrialFailedError: it ended without the figures that the study is about.
     """
-    _refuse_what_failed(job)
     needed = parse_objective(options.objective).metrics
     asked = (partial(_completed, job, study), needed, job.steps)
     reports = (
         MemberReports(*asked, part=part, interval=options.exchange_steps) if part else TrialReports(*asked)
     )
-    result = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[reports])).fit()
-    metrics = result.metrics or {}
+    metrics = _ended(job) or _fitted(job, reports)
     if metrics["status"] != "finished":
         raise TrialFailedError(f"run {job.name} was {metrics['status']} at step {metrics['step']}")
     figures = _completed(job, study, metrics)
-    if lacking := [name for name in needed if not _finite(figures.get(name))]:
+    if lacking := [name for name in needed if not finite(figures.get(name))]:
         raise TrialFailedError(f"{lacking[0]} is {figures.get(lacking[0])} after {job.steps} steps")
     reports.end({**figures, "failures": len(metrics["failures"])}, metrics["step"])
 
@@ -175,6 +102,7 @@ def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
     layout = choose_layout(job, job.cluster.max_workers, profile).layout
     step_s = job.data.global_batch * job.data.sequence_length / tokens_per_s if tokens_per_s else math.inf
     return {
+        "run": job.name,
         "ran": str(layout),
         "workers": layout.world_size,
         "free_memory": 1 - memory_estimate(job, layout).total_bytes / profile.memory_bytes,
@@ -182,9 +110,33 @@ def derived(job: JobConfig, tokens_per_s: float, device: str) -> dict[str, Any]:
     }
 
 
-def _refuse_what_failed(job: JobConfig) -> None:
-    """A run that spent its failure budget is not tried again when Tune retries its trial."""
-    summary = get_or_none(open_storage(job.storage, job.name), "summary.json")
-    ended = {} if summary is None else decode_json("summary.json", summary)
-    if ended.get("status") == "failed":
-        raise TrialFailedError(ended["detail"])
+def _fitted(job: JobConfig, reports: TrialReports) -> dict[str, Any]:
+    """Train a run to its end; returns its metrics.
+
+    Raises:
+        StudyStorageError: its storage is full or gone.
+    """
+    trainer = ElasticTrainer(job, run_config=RunConfig(name=job.name, callbacks=[reports]))
+    try:
+        return trainer.fit().metrics or {}
+    except ControllerError as error:
+        if isinstance(error.controller_failure, StorageError):
+            raise StudyStorageError(str(error.controller_failure)) from error
+        raise
+    except StorageError as error:
+        raise StudyStorageError(str(error)) from error
+
+
+def _ended(job: JobConfig) -> dict[str, Any]:
+    """Metrics of a run that has trained all its steps already; empty where it has not.
+
+    Raises:
+        TrialFailedError: it spent its failure budget, and is not tried again when Tune retries its trial.
+    """
+    found = get_or_none(open_storage(job.storage, job.name), "summary.json")
+    summary = {} if found is None else decode_json("summary.json", found)
+    if summary.get("status") == "failed":
+        raise TrialFailedError(summary["detail"])
+    if summary.get("status") != "finished" or summary["steps"] != job.steps:
+        return {}
+    return {**summary, "loss": summary["final_loss"], "step": summary["steps"]}

@@ -82,7 +82,9 @@ def schema_key(path: tuple[str | int, ...]) -> str:
 
 
 def allowed(schema: Mapping[str, Any]) -> str:
-    """One phrase that says which values a key takes."""
+    """One phrase that says which values a key takes; of a pattern that explains itself, in its own words."""
+    if "expected" in schema:
+        return str(schema["expected"])
     if "anyOf" in schema:
         return " or ".join(allowed(option) for option in schema["anyOf"])
     if "$ref" in schema:

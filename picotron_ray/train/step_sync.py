@@ -10,22 +10,22 @@ It carries all that ranks must agree on without a coordinator:
 - the cost of a snapshot, so that all ranks choose the same interval,
 - bytes and time of communication, by which all ranks choose the same ways.
 
-All ranks compute the same result from the same numbers.
+All ranks compute the same result from the same numbers, column by column: with thousands of ranks the device
+would wait for a loop over them.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
-from picotron_ray.layout.layout import Coordinates, Layout
+from picotron_ray.layout.layout import Layout
 from picotron_ray.train.way_selection import NO_COSTS, THINGS, Cost
 
 STOP = 1
@@ -33,7 +33,23 @@ STOP = 1
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
 
-_RECORD = struct.Struct(f"<ddqqq16sddqdqd{2 * len(THINGS)}d")
+RECORD = np.dtype(
+    [
+        ("loss_sum", "<f8"),
+        ("grad_norm", "<f8"),
+        ("rows", "<i8", 2),
+        ("flags", "<i8"),
+        ("digest", "u1", 16),
+        ("snapshot_cost_s", "<f8"),
+        ("step_time_s", "<f8"),
+        ("sealed", "<i8"),
+        ("imbalance", "<f8"),
+        ("dropped", "<i8"),
+        ("at_s", "<f8"),
+        ("costs", "<f8", (len(THINGS), 2)),
+    ]
+)
+"""A contribution on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,13 @@ class Contribution:
     at_s: float = 0.0
     costs: tuple[Cost, ...] = NO_COSTS
 
+    @property
+    def record(self) -> np.ndarray:
+        """The contribution as an array of one `RECORD`."""
+        numbers = [getattr(self, name) for name in RECORD.names or ()]
+        numbers[4] = np.frombuffer(self.digest, np.uint8)
+        return np.array([tuple(numbers)], RECORD)
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -85,20 +108,7 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         RuntimeError: a peer is gone, or the groups were aborted. Or two ranks of one DP replica fed different
             tokens: a bug, with which training must not go on.
     """
-    packed = _RECORD.pack(
-        mine.loss_sum,
-        mine.grad_norm,
-        *mine.rows,
-        mine.flags,
-        mine.digest,
-        mine.snapshot_cost_s,
-        mine.step_time_s,
-        mine.sealed,
-        mine.imbalance,
-        mine.dropped,
-        mine.at_s,
-        *(figure for cost in mine.costs for figure in cost),
-    )
+    packed = mine.record.tobytes()
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
     if layout.world_size == 1:
         gathered = [local]
@@ -106,44 +116,54 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         gathered = [torch.empty_like(local) for _ in range(layout.world_size)]
         SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
         dist.all_gather(gathered, local, group=group)
-    raw = torch.cat(gathered).cpu().numpy().tobytes()
-    return agree([_contribution(*found) for found in _RECORD.iter_unpack(raw)], layout)
+    return agree(np.frombuffer(torch.cat(gathered).cpu().numpy().tobytes(), RECORD), layout)
 
 
-def _contribution(loss_sum: float, grad_norm: float, first: int, last: int, *others: Any) -> Contribution:
-    plain, figures = others[: -2 * len(THINGS)], others[-2 * len(THINGS) :]
-    costs = tuple(Cost(*pair) for pair in zip(figures[::2], figures[1::2], strict=True))
-    return replace(Contribution(loss_sum, grad_norm, (first, last), *plain), costs=costs)
+def agree(table: np.ndarray, layout: Layout) -> Agreement:
+    """Compute the result of one exchange, a pure function of all contributions.
 
-
-def agree(records: Sequence[Contribution], layout: Layout) -> Agreement:
-    """Compute the result of one exchange, a pure function of all contributions."""
-    rows: dict[int, tuple[int, int, str]] = {}
-    flags = 0
-    for rank, record in enumerate(records):
-        fed = (*record.rows, record.digest.hex())
-        if rows.setdefault(layout.coordinates(rank).dp, fed) != fed:
-            raise RuntimeError(
-                f"rank {rank} fed tokens {fed}, its replica fed {rows[layout.coordinates(rank).dp]}"
-            )
-        flags |= record.flags
-    cost = max(record.snapshot_cost_s for record in records)
-    step = max(record.step_time_s for record in records)
-    norms = [record.grad_norm for record in records]
+    Args:
+        table: of `RECORD`, by rank.
+    """
+    cost, step = float(table["snapshot_cost_s"].max()), float(table["step_time_s"].max())
+    norms = table["grad_norm"]
+    endless = norms[~np.isfinite(norms)]
+    # every rank of a stage knows its layers' total: take one of each stage
+    by_stage = table["dropped"].reshape(layout.pp, -1)[:, 0]
     return Agreement(
-        loss_sum=sum(record.loss_sum for record in records),
-        grad_norm=next((norm for norm in norms if not math.isfinite(norm)), norms[0]),
-        rows=tuple(rows[i] for i in range(layout.dp)),
-        flags=flags,
-        sealed=min(record.sealed for record in records),
-        at_s=records[0].at_s,
-        costs=tuple(
-            Cost(*map(max, zip(*costs, strict=True)))
-            for costs in zip(*(record.costs for record in records), strict=True)
-        ),
-        imbalance=max(record.imbalance for record in records),
-        # every rank of a stage knows its layers' total: take one of each stage
-        dropped=sum(records[layout.rank(Coordinates(pp, 0, 0, 0))].dropped for pp in range(layout.pp)),
-        finite=all(math.isfinite(record.loss_sum) and math.isfinite(record.grad_norm) for record in records),
+        loss_sum=sum(table["loss_sum"].tolist()),  # one by one: numpy's order is up to the processor
+        grad_norm=float(endless[0] if endless.size else norms[0]),
+        rows=_rows(table, layout),
+        flags=int(np.bitwise_or.reduce(table["flags"])),
+        sealed=int(table["sealed"].min()),
+        at_s=float(table["at_s"][0]),
+        costs=tuple(Cost(*pair) for pair in table["costs"].max(axis=0).tolist()),
+        imbalance=float(table["imbalance"].max()),
+        dropped=int(by_stage.sum()),
+        finite=not endless.size and bool(np.isfinite(table["loss_sum"]).all()),
         snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
+    )
+
+
+def _rows(table: np.ndarray, layout: Layout) -> tuple[tuple[int, int, str], ...]:
+    """Rows that each DP replica was fed: first row, last (half open), digest."""
+    ranks = np.arange(layout.world_size).reshape(layout.pp, layout.dp, -1)
+    first = ranks[0, :, 0]
+    of_replica = np.broadcast_to(first[None, :, None], ranks.shape).reshape(-1)
+    rows, digests = table["rows"], table["digest"]
+    differ = (rows != rows[of_replica]).any(axis=1) | (digests != digests[of_replica]).any(axis=1)
+
+    def fed(rank: int) -> tuple[int, int, str]:
+        start, end = rows[rank].tolist()
+        return start, end, digests[rank].tobytes().hex()
+
+    if differ.any():
+        rank = int(differ.argmax())
+        raise RuntimeError(
+            f"rank {rank} fed tokens {fed(rank)}, its replica fed {fed(int(of_replica[rank]))}"
+        )
+    texts = digests[first].tobytes().hex()
+    return tuple(
+        (start, end, texts[32 * replica : 32 * (replica + 1)])
+        for replica, (start, end) in enumerate(rows[first].tolist())
     )

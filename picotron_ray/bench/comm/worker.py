@@ -27,6 +27,8 @@ from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.comm.wire_bytes import SENT
 
 WARMUPS, REPEATS, LEAST, CELL_S = 10, 100, 5, 20.0
+SHARE_S = 1.0
+"""Seconds of a budget that a cell gets at least: fewer repeats tell ways apart too badly."""
 TIMEOUT_S = 3600.0
 
 
@@ -49,8 +51,11 @@ class Cells:
         self._rank = dist.get_rank()
         self._began = time.monotonic()
 
-    def run(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    def run(self, cells: Sequence[Cell], remaining: int) -> list[dict[str, Any]]:
         """Run cells of one collective, size and group in turns, so that a slow moment falls on all of them.
+
+        Args:
+            remaining: cells that are not run yet, these among them, which share what is left of the budget.
 
         Returns:
             For each ``seconds`` of each repeat, or ``cut``: why there are none; nothing on ranks outside.
@@ -62,7 +67,7 @@ class Cells:
         if self._rank >= group:
             return [{}] * len(cells)
         made = [operation(*cell, self._groups[group], self._device) for cell in cells]
-        return self._timed(made, self._groups[group])
+        return self._timed(made, self._groups[group], remaining)
 
     @property
     def _left_s(self) -> float:
@@ -80,13 +85,16 @@ class Cells:
         dist.broadcast(told, 0, group=group)
         return int(told)
 
-    def _timed(self, made: Sequence[Operation], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    def _timed(
+        self, made: Sequence[Operation], group: dist.ProcessGroup, remaining: int
+    ) -> list[dict[str, Any]]:
         firsts: list[float] = []
         for one in made:
             firsts.append(self._seconds(one, group))
             if self._agreed(int(LEAST * sum(firsts) > self._left_s), group):
                 return [{"cut": "budget"}] * len(made)
-        chosen = [repeats_for(first_s, self._left_s / len(made)) for first_s in firsts]
+        share_s = max(SHARE_S, self._left_s / remaining)
+        chosen = [repeats_for(first_s, share_s) for first_s in firsts]
         plans = [(self._agreed(warmups, group), self._agreed(repeats, group)) for warmups, repeats in chosen]
         seconds: list[list[float]] = [[] for _ in made]
         sent = [0] * len(made)
@@ -147,13 +155,14 @@ def main(plan_file: str, folder: str) -> None:
         with groups.forming():
             made = {size: dist.new_group(list(range(size))) for size in plan["groups"]}
         cells = Cells(plan, device, made)
-        number = itertools.count()
+        number, remaining = itertools.count(), len(plan["cells"])
         for some in sets_of([tuple(cell) for cell in plan["cells"]]):
-            for cell, found in zip(some, cells.run(some), strict=True):
+            for cell, found in zip(some, cells.run(some, remaining), strict=True):
                 what = dict(zip(("collective", "strategy", "size", "group"), cell, strict=True))
                 what["number"] = next(number)
                 if found:
                     log.note("cell", **what, **found)
+            remaining -= len(some)
         dist.barrier()
         del cells, made
         groups.close()

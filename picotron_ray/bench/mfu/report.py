@@ -7,7 +7,7 @@ from typing import Any
 
 from picotron_ray.bench.common.report import machine_line
 
-NAME = 48
+NAME = 54
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

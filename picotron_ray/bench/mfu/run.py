@@ -19,6 +19,7 @@ from typing import Any
 
 from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
+from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.bench.common.process import Launched, torchrun
 from picotron_ray.bench.common.signals import sigterm_exits
 from picotron_ray.bench.mfu.memory_timeline import as_html
@@ -58,11 +59,14 @@ class MfuOptions:
 
     @property
     def switches(self) -> list[str]:
-        """Switches to try: those that begin with ``only``. Raises ConfigError where none does."""
-        found = [switch for switch in SWITCHES if switch.startswith(self.only)]
-        if not found or (self.only and not self.ablate):
+        """Switches to try: those that begin with a word of ``only``. ConfigError where a word fits none."""
+        words = [word.strip() for word in self.only.split(",")]
+        found = [switch for switch in SWITCHES if switch.startswith(tuple(words))]
+        fits = all(word and any(switch.startswith(word) for switch in SWITCHES) for word in words)
+        if self.only and not (fits and self.ablate):
             raise ConfigError(
-                f"--only: saw {self.only!r}, expected with --ablate the beginning of a switch, such as comm."
+                f"--only: saw {self.only!r}, expected with --ablate the beginning of a switch, such as comm.,"
+                " or several with commas between"
             )
         return found if self.ablate else []
 
@@ -179,12 +183,6 @@ def measure(
         return noted
     finally:
         workers.stop()
-
-
-def refuse_unwritable(option: str, file: Path | None) -> None:
-    """Raise ConfigError where a file that is asked for has no folder, or is one."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"{option}: saw {file}, expected a file in a folder that exists")
 
 
 def write_timeline(file: Path, base: Setting, memory: Mapping[str, Any] | None) -> None:

@@ -61,7 +61,8 @@ def two_levels_(
 
 def _told(given: Sequence[Sequence[Tensor]], inside: Peers) -> Tensor:
     """``[neighbours, neighbourhoods]`` rows that each neighbour hands to this one for each neighbourhood."""
-    mine = torch.tensor([[len(rows) for rows in row] for row in given])
+    device = given[0][0].device
+    mine = torch.tensor([[len(rows) for rows in row] for row in given], device=device)
     found = torch.empty_like(mine)
     found[inside.index] = mine[inside.index]
     others = [peer for peer in range(inside.count) if peer != inside.index]

@@ -65,6 +65,10 @@ class ReductionPlan:
         """Share of the buckets that start during the backward pass."""
         return 0.0 if self.gradients in ("flat", "bucketed") else self.overlap
 
+    def has_levels(self, ranks: int) -> bool:
+        """Whether two levels are asked for and ``ranks`` are several whole neighbourhoods."""
+        return self.gradients == "hierarchical" and 1 < self.inner < ranks and ranks % self.inner == 0
+
     def exact(self) -> ReductionPlan:
         """The plan of tensors that are not compressed."""
         return ReductionPlan(bucket_bytes=self.bucket_bytes, overlap=self.overlap)
@@ -79,8 +83,7 @@ class PointToPoint:
     def __init__(self, group: dist.ProcessGroup, plan: ReductionPlan) -> None:
         self._two_levels: TwoLevels | None = None
         algorithm = "ring" if plan.topology == "auto" else plan.topology
-        levels = 1 < plan.inner < group.size() and group.size() % plan.inner == 0
-        if plan.gradients == "hierarchical" and levels:
+        if plan.has_levels(group.size()):
             self._two_levels = TwoLevels(group, plan.inner, algorithm, plan.chunk_bytes)
         self._algorithm, self._peers = ALGORITHMS[algorithm], Peers(group, None, plan.chunk_bytes)
 
@@ -123,7 +126,10 @@ class Alone:
 
 
 def make_reducer(plan: ReductionPlan, group: dist.ProcessGroup | None, total_bytes: int) -> Reducer:
-    """Make the reducer of a group's gradients, ``total_bytes`` in all; None: of one rank, if compressed."""
+    """Make the reducer of a group's gradients, ``total_bytes`` in all; None: of one rank, if compressed.
+
+    Two levels of one neighbourhood are the backend's all-reduce, which knows its links best.
+    """
     if group is None:
         return Alone()
     ratio = ratio_for(total_bytes) if plan.ratio is None else plan.ratio
@@ -136,6 +142,6 @@ def make_reducer(plan: ReductionPlan, group: dist.ProcessGroup | None, total_byt
             return Compressed(group, Bf16())
         case "powersgd":
             return PowerSGD(group, ratio)
-    if plan.topology != "auto" or plan.gradients == "hierarchical":
+    if plan.topology != "auto" or plan.has_levels(group.size()):
         return PointToPoint(group, plan)
     return ReduceScatterGather(group) if plan.gradients == "reduce-scatter" else AllReduce(group)

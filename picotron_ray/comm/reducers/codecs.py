@@ -107,7 +107,7 @@ class TopK:
             return torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)], dim=1)
         mask = torch.zeros(count, size + -size % 8, dtype=torch.bool, device=rows.device)
         mask.scatter_(1, places, True)
-        values = rows[mask[:, :size]].view(count, -1).to(torch.bfloat16)
+        values = rows.masked_select(mask[:, :size]).view(count, -1).to(torch.bfloat16)
         return torch.cat([values.view(torch.uint8), _packed(mask)], dim=1)
 
     def decode(self, wire: Tensor, size: int) -> Tensor:
@@ -116,8 +116,7 @@ class TopK:
         values = wire[:, :cut].contiguous().view(torch.bfloat16).float()
         rows = values.new_zeros(wire.size(0), size)
         if self._masked:
-            rows[_unpacked(wire[:, cut:])[:, :size]] = values.flatten()
-            return rows
+            return rows.masked_scatter_(_unpacked(wire[:, cut:])[:, :size], values)
         return rows.scatter_(1, wire[:, cut:].contiguous().view(torch.int32).long(), values)
 
 

@@ -38,7 +38,14 @@ ScheduleName = Annotated[str, AfterValidator(_schedule), Field(json_schema_extra
 ONE_STAGE = " and ".join(name for name, entry in SCHEDULES.items() if entry.stages_per_rank[1] == 1)
 
 
-Recompute = Annotated[str, Field(pattern=f"{EXACT_PATTERN}|^auto$")] | Annotated[str, Field(pattern=PATTERN)]
+_RECOMPUTE = (
+    "auto, none, full, selective, int8, every-N, middle-P, blocks-K, blocks-K-S or blocks-K-S-Q, or one of"
+    " these but auto per pipeline stage, with commas between"
+)
+Recompute = Annotated[
+    Annotated[str, Field(pattern=f"{EXACT_PATTERN}|^auto$")] | Annotated[str, Field(pattern=PATTERN)],
+    Field(json_schema_extra={"expected": _RECOMPUTE}),
+]
 """A policy, or ``auto``. Policies that keep gradients exact are a pattern of their own."""
 
 

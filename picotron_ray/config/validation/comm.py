@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.comm import COMPRESSED, CommConfig
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.comm import COLLECTIVES, nccl_problems
 from picotron_ray.layout.layout import Layout
 
 _ONLY_OF = {
@@ -15,8 +16,6 @@ _ONLY_OF = {
     "overlap_ratio": ("auto", "overlapped", "reduce-scatter", *COMPRESSED),
 }
 """Keys of ``comm`` that some values of ``comm.gradients`` have alone."""
-COLLECTIVES = ("parameters", "activations", "experts")
-"""Keys of ``comm`` that name the algorithm of an axis's collectives."""
 _WITHOUT = {
     "layout.tp": "under which no activations are",
     "layout.ep": "under which no rows travel",
@@ -60,12 +59,6 @@ def _topology(job: JobConfig) -> Iterator[Problem]:
         text = f"with comm.gradients={comm.gradients}, but own algorithms begin after the backward pass; use"
         text += " auto, flat, bucketed or hierarchical"
         yield Problem("comm.topology", f"saw {comm.topology} {text}", ("comm.gradients",))
-    if job.cluster.device == "cuda":
-        text = (
-            "with cluster.device=cuda: torch's options of an NCCL communicator name no algorithm; use auto,"
-        )
-        text += " or set NCCL_ALGO for all of them"
-        yield Problem("comm.topology", f"saw {comm.topology} {text}", ("cluster.device",))
 
 
 def _collectives(job: JobConfig) -> Iterator[Problem]:
@@ -98,9 +91,11 @@ def _at_odds(job: JobConfig, key: str, asked: str, against: Mapping[str, object]
             value = getattr(job.model.moe if section == "model.moe" else getattr(job, section), name)
             text = f"saw {asked} with {other}={_word(value)}, {_WITHOUT[other]}; use auto"
             yield Problem(f"comm.{key}", text, (other,))
-    if asked != "flat" and job.cluster.device == "cuda":
-        text = f"saw {asked} with cluster.device=cuda, where NCCL has algorithms of its own; use auto, or set"
-        yield Problem(f"comm.{key}", f"{text} NCCL_ALGO for all communicators", ("cluster.device",))
+
+
+def _nccl(job: JobConfig) -> Iterator[Problem]:
+    for key, text in nccl_problems(job, job.cluster.device).items():  # auto: once machines are known
+        yield Problem(key, text, ("cluster.device",))
 
 
 def _word(value: object) -> str:
@@ -181,6 +176,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _compression,
     _without_effect,
     _topology,
+    _nccl,
     _collectives,
     _selector,
     _alone,

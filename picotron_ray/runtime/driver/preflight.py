@@ -13,6 +13,7 @@ from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounde
 from picotron_ray.checkpoint.store.run_log import RunLog, decode_entry, entry_key
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.comm import nccl_problems
 from picotron_ray.config.support.devices import device_problems, offload_problems
 from picotron_ray.config.support.extras import needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
@@ -192,6 +193,7 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
         **offload_problems(job, device),
         **device_problems(job, device),
         **memory_problems(job, device),
+        **nccl_problems(job, device),
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     if problems:

@@ -47,6 +47,37 @@ def test_switches_and_the_plain_loop(tmp_path: Path) -> None:
     assert "measured: the fastest 1024 x 1024 fp32 matrix product" in done.stdout
 
 
+NAMED = {"comm.gradients=int8": (60, 1), "layout.micro_batch=8": (4, 3), "layout.recompute=int8": (4, 3)}
+"""Switch → steps of a segment, and rounds."""
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("switch", NAMED)
+def test_one_switch_saves_bytes_or_memory(tmp_path: Path, switch: str) -> None:
+    """30 % of the bytes for 2 % of the loss; 30 % of a step's memory for a tenth of the speed."""
+    target, (steps, rounds) = tmp_path / "found.json", NAMED[switch]
+    options = f"--workers 2 --peers none --ablate --only {switch} --steps {steps} --rounds {rounds}"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "picotron_ray.cli", "bench", "mfu", "quickstart", "chaos=[]"),
+            *("cluster.device=cpu", *options.split(), "--json", str(target)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(f"  {switch}")))
+    found = json.loads(target.read_text())["ablation"][switch]
+    if switch.startswith("comm."):
+        assert found["over_base"]["sent_bytes"] < 0.7
+        assert found["over_base"]["loss"] == pytest.approx(1.0, abs=0.02)
+    else:
+        assert found["memory_ratio"] < 0.7
+        assert found["ratio"]["median"] >= 0.9
+
+
 @pytest.mark.deep
 def test_two_workers_by_the_engine_and_the_plain_loop(pool: Pool) -> None:
     for ours, plain, phases in pool.run(2, bench_jobs.segments, ["layout.zero=3"]):

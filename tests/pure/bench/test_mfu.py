@@ -246,11 +246,21 @@ def noted(settings: list[Setting], **refused: str) -> list[dict[str, Any]]:
 def test_some_switches_alone() -> None:
     options = MfuOptions(2, 2, 0, 1, True, "none", None, None, None, "comm.gradients=int8")
     assert options.switches == ["comm.gradients=int8", "comm.gradients=int8 comm.bits=4"]
+    several = replace(options, only="layout.micro_batch=8, comm.gradients=bf16")
+    assert several.switches == ["layout.micro_batch=8", "comm.gradients=bf16"]
     assert replace(options, only="").switches == list(SWITCHES)
     assert replace(options, only="", ablate=False).switches == []
-    for bad in (replace(options, ablate=False), replace(options, only="com,")):
+    for bad in (
+        replace(options, ablate=False),
+        replace(options, only="comm.,"),
+        replace(options, only="com."),
+    ):
         with pytest.raises(ConfigError, match=r"--only: saw '.*', expected with --ablate the beginning"):
             assert not bad.switches
+
+
+def test_every_switch_has_room_beside_its_figures() -> None:
+    assert max(map(len, SWITCHES)) < report.NAME
 
 
 def test_result_and_report() -> None:
@@ -288,7 +298,7 @@ def test_result_and_report() -> None:
         "attention counted in full, not halved for the causal mask",
         "2.00 MB  loss +1.0 %, bytes -33.3 %, memory +0.0 %",
         "989 TFLOP/s per worker, dense bf16 by its data sheet",
-        "layout.zero=9                                   refused: no",
+        f"{'layout.zero=9':{report.NAME}}refused: no",
     ):
         assert part in text
     failing = result(settings, {}, noted(settings, plain="out of memory"), None)  # type: ignore[arg-type]

@@ -64,6 +64,24 @@ def test_gpus_are_refused_where_no_node_of_a_cluster_has_one(monkeypatch: pytest
     assert refusal(monkeypatch, nodes(0), cluster__device="auto") == ""
 
 
+def test_what_nccl_does_not_have_is_refused_once_workers_are_known_to_run_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``cluster.device: auto`` says nothing of it before the cluster is seen."""
+    monkeypatch.setattr(preflight, "facts_of", lambda nodes, job: {})
+
+    def line(comm: str, value: str, *gpus: float) -> str:
+        monkeypatch.setattr(preflight, "living_nodes", lambda: nodes(*gpus))
+        asked = job(cluster__device="auto", **{f"comm__{comm}": value})
+        with pytest.raises(ConfigError) as refused:
+            preflight.check_cluster(asked)
+        return refused.value.problems[0]
+
+    assert line("topology", "ring", 8).startswith("comm.topology: saw ring, but workers run on GPUs")
+    assert line("parameters", "hierarchical", 8).startswith("comm.parameters: saw hierarchical, but workers")
+    assert line("topology", "ring", 0).startswith("cluster: none of 1 nodes said")
+
+
 @pytest.mark.parametrize(
     ("cards", "seen", "keys", "line"),
     [

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout, layouts
 from tuning import commands, spaces
 from tuning.objectives import Objective, front, parse_objective, score
@@ -86,6 +87,27 @@ def test_layouts_come_in_the_planners_order_unless_asked_otherwise() -> None:
     space, _, seeds = commands.space_of(JOB, options("layout", seeded=False), [])
     assert seeds == []
     assert list(space["layout"].values) == sorted(known)  # type: ignore[union-attr]
+
+
+def test_a_space_holds_no_more_than_the_planners_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tuning.plan.MOST_LAYOUTS", 8)
+    _, every, _ = commands.space_of(JOB, options("layout", trials=99), [])
+    _, few, seeds = commands.space_of(JOB, options("layout", trials=4), [])
+    kinds = {name.partition("-mb")[0] for name in few}
+    assert len(kinds) == 8
+    assert list(few)[:8] == list(every)[:8]
+    assert [seed["layout"] for seed in seeds] == list(few)[:2]
+
+
+def test_no_layout_of_a_space_needs_more_memory_than_a_device_has() -> None:
+    job = load_job("quickstart", ["chaos=[]", "layout.memory_budget_gib=0.03"])
+    _, known, _ = commands.space_of(job, options("layout"), [])
+    needs = {name: memory_estimate(job, layout).total_bytes for name, layout in known.items()}
+    assert max(needs.values()) <= 0.03 * 2**30
+    _, roomy, _ = commands.space_of(JOB, options("layout"), [])
+    assert len(known) < len(roomy)
 
 
 def test_accumulation_divides_the_batch_or_is_refused() -> None:

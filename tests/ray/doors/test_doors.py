@@ -148,7 +148,7 @@ def test_bench_mfu_opens_the_dataset_once_and_chooses_the_layout_once(
 ) -> None:
     from picotron_ray.bench.mfu import run
 
-    monkeypatch.setattr(run, "measure", lambda *_: [])
+    monkeypatch.setattr(run, "measure", lambda *_, **__: [])
     monkeypatch.setattr(run, "result", lambda *_: {})
     run.bench("tiny", words, run.MfuOptions(1, 1, 0, 1, False, "none", None, None, None), lambda line: None)
     assert counted == {"datasets": 1, "layouts": 1}

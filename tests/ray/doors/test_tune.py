@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -104,6 +106,58 @@ def test_a_killed_study_resumes_and_one_name_is_one_study(tmp_path: Path) -> Non
     assert all(row["status"] == "finished" for row in found["trials"])
     kept = [path for path, at in ended.items() if path.stat().st_mtime_ns == at]
     assert len(kept) >= 1, "what had finished was not run again"
+
+
+def trial_actors(mark: str) -> list[int]:
+    """Process ids of actors that drive a trial, of a Ray whose environment has the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            drives = (folder / "cmdline").read_bytes().startswith(b"ray::ImplicitFunc")
+            if drives and mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def test_faults_are_results_of_their_trials_and_ends_of_no_study(tmp_path: Path) -> None:
+    """Each trial loses a worker and a loss is NaN; two take too much memory; one trial's actor is killed."""
+    job = {
+        **TINY,
+        # 64 rows at once need twice the memory that a worker may take here, 4 rows a fraction of it
+        "model": {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "kv_heads": 4},
+        "data": {"sequence_length": 128, "global_batch": 64},
+        "cluster": {**TINY["cluster"], "worker_memory_bytes": 128 * 2**20},
+        "chaos": [
+            {"fault": "kill", "target": "worker:0", "step": 3},
+            {"fault": "nan", "target": "worker:0", "step": 5},
+        ],
+    }
+    words = ["--space", "layout.micro_batch=4,64", "--space", "elastic.on_nonfinite=skip,stop"]
+    config, target = written(job, tmp_path), tmp_path / "found.json"
+    asked = ["--search", "grid", "--trials", "4", "--steps", "8", "--concurrent", "2", "--json", str(target)]
+    runs = tmp_path / "runs/tiny-hparams/runs"
+    called, env = command("hparams", config, *asked, *words), {**os.environ, "STUDY_MARK": str(tmp_path)}
+    with subprocess.Popen(called, stdout=subprocess.PIPE, text=True, env=env) as tune:
+        deadline = time.monotonic() + 300
+        while not list(runs.glob("*/log/*.json")):
+            assert tune.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(trial_actors(f"STUDY_MARK={tmp_path}")[0], signal.SIGKILL)
+        out, _ = tune.communicate(timeout=900)
+    assert tune.returncode == 0, out
+    rows = {tuple(row["point"].values()): row for row in json.loads(target.read_text())["trials"]}
+    assert {point: row["status"] for point, row in rows.items()} == {
+        (4, "skip"): "finished", (4, "stop"): "failed", (64, "skip"): "failed", (64, "stop"): "failed",
+    }  # fmt: skip
+    assert rows[4, "skip"]["failures"] >= 1, "the killed worker"
+    assert "nan" in rows[4, "stop"]["reason"].lower()
+    assert all("out of memory" in rows[64, answer]["reason"] for answer in ("skip", "stop"))
+    assert json.loads(target.read_text())["best"]["point"] == {
+        "layout.micro_batch": 4, "elastic.on_nonfinite": "skip",
+    }  # fmt: skip
+    left = [path for path in runs.glob("*/chunks/*/*") if path.is_file()]
+    assert not left, "trials that ended have given back their commits"
 
 
 def test_layouts_come_near_the_best_and_sooner_with_the_planners_seeds(tmp_path: Path) -> None:

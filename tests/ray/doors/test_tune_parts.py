@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from picotron_ray.checkpoint.storage.open import open_storage
-from picotron_ray.config.load import parse_job
-from picotron_ray.errors import ConfigError
+from tests.support.fake_trial import FakeTrial
 from tuning.spaces import Choice, Range
 from tuning.study_options import StudyOptions
-
-
-@dataclass(eq=False)
-class FakeTrial:
-    """As much of a trial of Tune's as is read here."""
-
-    trial_id: str
-    config: dict[str, Any]
-    status: str = "RUNNING"
-    last_result: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.trial_id
 
 
 def test_a_budget_counts_workers_that_compute_over_all_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,28 +77,10 @@ def test_a_terminal_shows_what_runs_first_and_how_many_of_each_there_are() -> No
     ended = FakeTrial("t1", {"optimizer.learning_rate": 0.01}, "TERMINATED", {"finished": True, "loss": 2.5})
     runs = FakeTrial("t2", {"optimizer.learning_rate": 0.02}, "RUNNING", {"step": 7, "loss": float("nan")})
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table([row_of(ended), row_of(runs)], ["loss"]))
+    console.print(table([row_of(ended), row_of(runs)], ["loss"], 9, 12.0))
     console.file.close()
     lines = [line for line in console.export_text().splitlines() if "learning_rate" in line or "run" in line]
-    assert "1 finished, 1 running" in lines[0]
+    assert "1 finished, 1 running, 7 to come of 9 trials, 12 s; best t1: loss 2.5" in lines[0]
     assert "t2" in lines[1]
     assert "learning_rate=0.02" in lines[1]
     assert "2.5" in lines[2]
-
-
-def test_a_study_resumes_after_an_upgrade_that_brought_keys_and_not_with_other_values(tmp_path: Path) -> None:
-    from tuning.study import begun
-
-    job = parse_job({"name": "tiny", "storage": {"url": str(tmp_path)}})
-    storage, options = open_storage(job.storage, "s"), StudyOptions(name="s", kind="lr")
-    assert begun(storage, "study", job, options, {"space": {"a": "1"}}) is None
-    noted = json.loads(storage.get("study.json"))
-    del noted["job"]["kernels"], noted["options"]["interval"]
-    storage.put("study.json", json.dumps(noted).encode())
-    assert begun(storage, "study", job, options, {"space": {"a": "1"}}) == noted
-    for other, space, key in (
-        (job, {"a": "2"}, "a"),
-        (parse_job({"name": "tiny", "steps": 7}), {"a": "1"}, "steps"),
-    ):
-        with pytest.raises(ConfigError, match=f"other values of .*{key}"):
-            begun(storage, "study", other, options, {"space": space})

@@ -172,7 +172,16 @@ def test_exact_sums_equal_one_process(pool: Pool, asked: dict[str, Any], layout:
         ({"overlap_ratio": 0.4, **SMALL}, Layout(dp=2, micro_batch=6), "5 buckets, 2 of them beside"),
         ({"gradients": "bucketed", **SMALL}, Layout(dp=2, micro_batch=6), "5 buckets, 0 of them beside"),
         ({"gradients": "flat", **SMALL}, Layout(dp=2, micro_batch=6), "1 buckets, 0 of them beside"),
-        ({"gradients": "hierarchical"}, Layout(dp=4, micro_batch=3), "in neighbourhoods of 4"),
+        (
+            {"gradients": "hierarchical", **SMALL},
+            Layout(dp=4, micro_batch=3),
+            "of 4: 5 buckets, 5 of them beside",
+        ),
+        (
+            {"gradients": "hierarchical", "inner_ranks": 2, **SMALL},
+            Layout(dp=4, micro_batch=3),
+            "of 2: 5 buckets, 0 of them beside",
+        ),
     ],
 )
 def test_what_is_applied_is_said(pool: Pool, asked: dict[str, Any], layout: Layout, said: str) -> None:

@@ -74,7 +74,7 @@ def test_policies_hold_less_and_less() -> None:
 
 
 OVER = 1.03
-"""Most that a step may hold over the estimate, which is a mean; ``plan.memory_margin`` is far above."""
+"""Most that a step may hold over the estimate, which is a mean; the plan's margin is far above."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import groupby, product
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees, layout_problems
@@ -89,6 +90,25 @@ def _floor_bytes(job: JobConfig, layout: Layout) -> float:
 
 def _needs_together(job: JobConfig, layout: Layout) -> float:
     return layout.world_size * memory_estimate(job, layout).total_bytes
+
+
+def offloading_that_does(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
+    """Keys that send enough to host memory for a layout to fit on ``workers``; empty: none do.
+
+    The host's own memory is not looked at.
+    """
+    room = budget_bytes(job, profile.memory_bytes)
+    moments = job.optimizer.model_copy(update={"offload": True})
+    away = job.layout.model_copy(update={"offload_activations": True})
+    tried: list[dict[str, Any]] = [{"layout": away}]
+    if job.optimizer.name == "adamw":
+        tried = [{"optimizer": moments}, *tried, {"optimizer": moments, "layout": away}]
+    words = {"optimizer": "optimizer.offload=true", "layout": "layout.offload_activations=true"}
+    for changes in tried:
+        changed = job.model_copy(update=changes)
+        if any(_fits(changed, layout, room) for layout in lean_layouts(changed, workers)):
+            return " ".join(words[section] for section in changes)
+    return ""
 
 
 def why_not_together(job: JobConfig, workers: int, room: Callable[[int], float]) -> str | None:

@@ -107,7 +107,7 @@ def judge(trial: Adapted, step_s: float, steps: int, config: AdaptConfig) -> tup
     took a slow worker's place stays unless it hurts: the slow one would be no better.
 
     Args:
-        step_s: mean seconds of these steps, without waits for data and copies, like the change's ``before_s``.
+        step_s: their mean seconds, without waits for data and copies, like the change's ``before_s``.
         steps: that were measured.
     """
     if steps < config.settle_steps:

@@ -1,8 +1,8 @@
 """The budget of a study: worker hours and wall time, over all its launches.
 
 One object is both Ray Tune's stopper and its callback: a callback hears of trials that fail without a
-report, and Tune keeps its state with the experiment. When Tune restores an experiment it unpickles a stopper of
-its own, beside the callback: that is the process's present budget, whatever was pickled.
+report, and Tune keeps its state with the experiment. When Tune restores an experiment it unpickles a stopper
+of its own, beside the callback: that is the process's present budget, whatever was pickled.
 """
 
 from __future__ import annotations

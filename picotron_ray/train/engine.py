@@ -114,7 +114,12 @@ class Engine:
             )
         overlap = job.kernels.tp_overlap != "none"
         self._selection = selection_of(
-            job.comm, mesh, self._gradients, overlap=overlap, own=device.type != "cuda"
+            job.comm,
+            mesh,
+            self._gradients,
+            overlap=overlap,
+            own=device.type != "cuda",
+            shown=job.metrics.enabled,
         )
         trained = self._gradients.trained
         self._counted = [parameter.counted for parameter in trained]

@@ -49,6 +49,20 @@ SizeFile = Annotated[
 ]
 
 
+Search = Annotated[
+    str | None,
+    typer.Option(
+        "--search",
+        help="further keys to search: offload, precision, communication, or some",
+        metavar="GROUPS",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="also step the layout's engine with fake tensors: peaks and bytes sent, proven"
+    ),
+]
 CalibrationWord = Annotated[
     str,
     typer.Option(
@@ -71,6 +85,8 @@ def plan(
     what_for: Purpose = "run",
     write_size: SizeFile = None,
     calibration: CalibrationWord = "auto",
+    search: Search = None,
+    dry_run: DryRun = False,
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -82,7 +98,8 @@ def plan(
     """
     with reported(False):
         if validate:
-            _validate(config, json_file)
+            _check_alone(config, dry_run)
+            _validate(json_file)
             return
         from picotron_ray.planner import goals
         from picotron_ray.planner.hardware import hardware as named
@@ -95,15 +112,22 @@ def plan(
         job = shape_of(config, overrides or [], gpus)
         asked = goals.goal_of(goal, tokens, deadline, price, losing)
         devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
-        found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+        ways: dict[str, Any] = {}
+        if search is None:
+            found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+        else:
+            found, ways, further = _search_ways(job, gpus, devices, goal, search)
         run = goals.run_estimate(found, asked)
-        value, lines = {**found.to_dict(), "goal": goal}, [*plan_lines(found), *run_lines(run)]
+        value, lines = {**found.to_dict(), "goal": goal, **ways}, [*plan_lines(found), *run_lines(run)]
+        lines += further if ways else []
         value["calibration"] = {**asdict(fixed.factors), "why": fixed.why, "file": path and str(path)}
         lines += correction_lines(fixed, path)
         if run is not None:
             value |= {"run_hours": run.hours, "run_price": run.price}
         if what_for == "cluster":
             lines += _size_cluster(found, value, write_size)
+        if dry_run:
+            lines += _prove(found, value)
         _show(lines, value, json_file)
 
 
@@ -117,6 +141,43 @@ def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) ->
     if write_size is not None:
         _write(write_size, size_patches(size), "--write-size")
     return list(cluster_lines(size))
+
+
+def _search_ways(
+    job: Any, gpus: int, devices: Any, goal: str, search: str
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """The best plan of further keys; what is written of them, and lines."""
+    from picotron_ray.planner.hardware import in_precision
+    from picotron_ray.planner.ways import groups_of, plan_of_ways
+
+    if goal != "throughput":
+        raise ConfigError(
+            f"--search: saw it with --goal {goal}, expected --goal throughput; drop one of them"
+        )
+    found = plan_of_ways(
+        job, gpus, lambda precision: in_precision(devices, precision), groups_of(search), time.perf_counter
+    )
+    return found.best, found.to_dict(), found.lines()
+
+
+def _prove(found: Any, value: dict[str, Any]) -> list[str]:
+    """Add the dry run of a plan to what is written; returns its lines. Imports torch."""
+    if found.job.precision == "fp8":
+        raise ConfigError(
+            "--dry-run: saw precision=fp8, whose products need a GPU; say precision=bf16, or drop it"
+        )
+    from picotron_ray.train.dry_run.proof import prove
+
+    proof = prove(found.job, found.best.layout)
+    value["dry_run"] = proof.to_dict()
+    return proof.lines()
+
+
+def _check_alone(config: str | None, dry_run: bool) -> None:
+    if config is not None:
+        raise ConfigError(f"plan --validate: saw {config}, expected no config: it predicts published runs")
+    if dry_run:
+        raise ConfigError("plan --validate: saw --dry-run, which proves one plan; drop one of them")
 
 
 def _check_purpose(what_for: str, write_size: Path | None) -> None:
@@ -165,13 +226,11 @@ def _of_folder(folder: Path, overrides: list[str]) -> tuple[Any, dict[str, int]]
     return parse_job(raw, overrides), bytes_by_dtype(folder)
 
 
-def _validate(config: str | None, json_file: Path | None) -> None:
+def _validate(json_file: Path | None) -> None:
     from picotron_ray.planner.plan_text import memory_validation_lines, validation_lines
     from picotron_ray.planner.published.memory import memory_dict, stage_memories
     from picotron_ray.planner.published.validate import validate
 
-    if config is not None:
-        raise ConfigError(f"plan --validate: saw {config}, expected no config: it predicts published runs")
     found, memory = validate(), stage_memories()
     lines = [*validation_lines(found), *memory_validation_lines(memory)]
     _show(lines, {**found.to_dict(), **memory_dict(memory)}, json_file)

@@ -71,6 +71,15 @@ def changed(job: JobConfig, *settings: Mapping[str, str]) -> tuple[tuple[str, st
     return tuple(sorted((key, text) for key, text in merged.items() if text_of(_get(job, key)) != text))
 
 
+def replaced_by(job: JobConfig, settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Values of the job itself for the keys of settings, as text.
+
+    >>> replaced_by(JobConfig(), (("layout.micro_batch", "2"),))
+    (('layout.micro_batch', 'auto'),)
+    """
+    return tuple((key, text_of(_get(job, key))) for key, _ in settings)
+
+
 def _get(job: JobConfig, key: str) -> Any:
     found: Any = job
     for part in key.split("."):

@@ -23,10 +23,13 @@ from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
     REASON,
     Offer,
+    began_of,
     judge,
     left_in_hour,
+    owed,
     pays,
     ranked,
+    settled,
     waits_until,
 )
 from picotron_ray.coordinator.policies.balance import rows_suggestion, stages_suggestion
@@ -69,6 +72,8 @@ NOTICED = 1.1
 
 def adapt(memory: MachineMemory) -> str | None:
     """Look at new figures; returns the reason to leave the generation where a change is to be made."""
+    if (hurt := owed(memory.adapted)) is not None and _undisturbed(memory):
+        return _take_back(memory, hurt, "as the coordinator of the term before has judged")
     state, measured = memory.adaptation, memory.figures
     if measured is None or not _may_look(memory, state, measured):
         return None
@@ -94,12 +99,16 @@ def _may_look(memory: MachineMemory, state: AdaptState, measured: Measured) -> b
     spec, config = memory.spec, memory.job.adapt
     if not config.apply or spec is None or measured.generation != spec.id:
         return False
-    if not memory.progressed or memory.cap is not None or memory.roster.leaving:
+    if not _undisturbed(memory):
         return False
     if state.asked_at is not None:
         return True
     new = (measured.generation, measured.figures.last_step) != state.looked
     return new and measured.figures.steps > 0 and memory.now - state.looked_at >= config.interval_s
+
+
+def _undisturbed(memory: MachineMemory) -> bool:
+    return memory.progressed and memory.cap is None and not memory.roster.leaving
 
 
 def _seen(memory: MachineMemory, state: AdaptState, measured: Measured) -> AdaptState:
@@ -193,7 +202,12 @@ def _suggestions(
     job, layout, apply = memory.job, memory.spec.layout, memory.job.adapt.apply
     gpus = any(node.has_gpus for node in memory.roster.nodes.values())
     estimate = memory_estimate(with_settings(job, memory.settings), layout).total_bytes
-    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus)
+    spares = [one for one in memory.roster.usable() if one.name not in memory.adaptation.avoid]
+    everyone = None
+    if spares:
+        asked = memory.question([*memory.living_members(), *spares], job.cluster.max_workers)
+        everyone = replace(asked, calibration=question.calibration)
+    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus, len(spares), everyone)
     wanted = list(dict.fromkeys(kind for one in found for kind in ANSWERS[one.bottleneck] if kind in apply))
     by_settings = [kind for kind in wanted if kind not in ("rows", "stages")]
     if any(one.bottleneck == "memory" for one in found):  # nothing is tried that may take more of it
@@ -203,7 +217,7 @@ def _suggestions(
     yield from settings_suggestions(scene, by_settings)
     if "rows" in wanted:
         slow = _slow_enough(memory.adaptation, figures)
-        yield from rows_suggestion(scene, slow, memory.spec.members, len(memory.roster.usable()))
+        yield from rows_suggestion(scene, slow, memory.spec.members)
     if "stages" in wanted:
         yield from stages_suggestion(scene)
 
@@ -287,17 +301,25 @@ def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str |
     )
     if verdict == "wait":
         return None
-    done = replace(trial, verdict=verdict, after_s=figures.step_s, layout=None, settings=())
+    done = replace(trial, verdict=verdict, after_s=figures.step_s)
     text = f"{trial.kind} is {'kept' if verdict == 'kept' else 'taken back'}: {said}"
-    data = {"action": verdict, "change": trial.kind, "target": trial.target, "gain": trial.expected}
+    data: dict[str, object] = {"action": verdict, "change": trial.kind, "target": trial.target}
+    data["gain"] = trial.expected
     level = "info" if verdict == "kept" else "warning"
-    told = {**data, "before_s": trial.before_s, "after_s": figures.step_s, "step": memory.seen_step}
-    memory.alert(level, ADAPT, text, **told)  # type: ignore[arg-type]
+    data |= {"began": began_of(trial), "before_s": trial.before_s, "after_s": figures.step_s}
+    memory.alert(level, ADAPT, text, **data, step=memory.seen_step)  # type: ignore[arg-type]
     if verdict == "kept" or trial.layout is None:
-        memory.adapted = (*memory.adapted[:-1], done)
+        memory.adapted = (*memory.adapted[:-1], settled(done))
         return None
-    reason = f"{REASON}{trial.kind} is taken back: {said}"
-    change = Change(done, trial.layout, trial.settings, None, (), reason)
+    memory.adapted = (*memory.adapted[:-1], done)
+    return _take_back(memory, done, said)
+
+
+def _take_back(memory: MachineMemory, hurt: Adapted, why: str) -> str:
+    """Set the layout and settings of before a change, for the next generation."""
+    assert hurt.layout is not None
+    reason = f"{REASON}{hurt.kind} is taken back: {why}"
+    change = Change(settled(hurt), hurt.layout, hurt.settings, None, (), reason)
     memory.adaptation = replace(memory.adaptation, change=change)
     return reason
 

@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from picotron_ray.coordinator.adaptation import ADAPT
+from picotron_ray.coordinator.adaptation_state import Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.messages import Member
+from picotron_ray.coordinator.messages import GenerationId, Member
 from picotron_ray.coordinator.plan_book import ReadyPlan
-from picotron_ray.coordinator.policies.adaptation import FOR_MEMORY, HOUR_S, remembered
+from picotron_ray.coordinator.policies.adaptation import (
+    FOR_MEMORY,
+    HOUR_S,
+    began_of,
+    owed,
+    remembered,
+    settled,
+)
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.precedence import Concern, concern_of
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
@@ -35,26 +43,37 @@ def settle_change(memory: MachineMemory) -> None:
     other workers its steps say nothing. It may be made again.
     """
     incident, state = memory.incident, memory.adaptation
+    if (hurt := owed(memory.adapted)) is not None:
+        memory.settings = hurt.settings  # also where its layout cannot be had back
     urgent = incident is not None and concern_of(incident.kind, incident.cause) < Concern.ADAPTATION
     if state.change is not None and not urgent:
         return
     why = memory.reason if incident is None else incident.cause
     if state.change is not None:
         memory.adaptation = replace(state, change=None)
-        _tell(memory, "dropped", state.change.record.kind, f"{why} goes before it")
+        _not_made(memory, state.change, f"{why} goes before it")
+    if hurt is not None:
+        memory.adapted = (*memory.adapted[:-1], settled(hurt))
     trial = memory.adapted[-1] if memory.adapted else None
     if trial is None or trial.verdict != "trial" or trial.target.startswith(FOR_MEMORY):
         return
     memory.settings = trial.settings
     verdict = "back" if incident is not None and incident.kind in OWN_FAULT else "void"
-    done = replace(trial, verdict=verdict, layout=None, settings=())  # type: ignore[arg-type]
+    done = replace(settled(trial), verdict=verdict)  # type: ignore[arg-type]
     memory.adapted = (*memory.adapted[:-1], done)
-    _tell(memory, verdict, trial.kind, f"its generation ended before it was judged ({why})")
+    text = f"{trial.kind} is taken back: its generation ended before it was judged ({why})"
+    data = {"action": verdict, "change": trial.kind, "began": began_of(trial)}
+    memory.alert("warning", ADAPT, text, **data, step=memory.seen_step)
 
 
-def _tell(memory: MachineMemory, action: str, kind: str, why: str) -> None:
-    text = f"{kind} is {'not made' if action == 'dropped' else 'taken back'}: {why}"
-    memory.alert("warning", ADAPT, text, action=action, change=kind, step=memory.seen_step)
+def _not_made(memory: MachineMemory, change: Change, why: str) -> None:
+    """Tell that a change is not made; one that hurt is taken back even so, but for its layout."""
+    kind, data = change.record.kind, {"action": "dropped", "change": change.record.kind}
+    text = f"{kind} is not made: {why}"
+    if change.record.verdict == "back":
+        data = {"action": "none"}
+        text = f"{kind} is taken back, but not to {change.layout}: {why}"
+    memory.alert("warning", ADAPT, text, **data, step=memory.seen_step)
 
 
 def changed_choice(
@@ -88,7 +107,12 @@ def begin_change(memory: MachineMemory, choice: ReadyPlan) -> None:
     """Have the generation that is launched run with the change's settings, and be judged."""
     state, change = memory.adaptation, memory.adaptation.change
     memory.adaptation = replace(state, change=None, asked_at=None, slow=(), findings=())
-    if change is None or choice.reason != change.reason:
+    if (hurt := owed(memory.adapted)) is not None:
+        memory.adapted = (*memory.adapted[:-1], settled(hurt))
+    if change is None:
+        return
+    if choice.reason != change.reason:
+        _not_made(memory, change, f"too few workers are left for {change.layout}")
         return
     before = memory.spec.layout if memory.spec is not None else None
     recent = tuple(at for at in state.times if memory.now - at < HOUR_S)
@@ -96,10 +120,9 @@ def begin_change(memory: MachineMemory, choice: ReadyPlan) -> None:
         memory.adaptation, times=(*recent, memory.now), avoid=(*state.avoid, *change.avoid)
     )
     if change.record.verdict == "trial":
-        record = replace(change.record, layout=before, settings=memory.settings)
+        began = GenerationId(memory.term, memory.generations)
+        record = replace(change.record, layout=before, settings=memory.settings, began=began)
         memory.adapted = remembered(memory.adapted, record)
-    else:
-        memory.adapted = (*memory.adapted[:-1], change.record)
     memory.settings = change.settings
     if change.strike is not None:
         memory.struck = together(memory.struck, (change.strike,))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from picotron_ray.config.settings import replaced_by
 from picotron_ray.coordinator.adaptation_launch import (
     begin_change,
     changed_choice,
@@ -279,6 +280,7 @@ def _launch(
         obeyed_step(memory),
         memory.settings,
         memory.adapted,
+        replaced_by(memory.job, memory.settings),
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.adaptation_begin import take_over_changes
 from picotron_ray.coordinator.checkpoint_tracker import known_layouts
 from picotron_ray.coordinator.final_wait import enter, expect_kept
 from picotron_ray.coordinator.generation_stop import blame, kill
@@ -40,9 +41,7 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     _follow_all(memory, specs)
     memory.layouts.update(known_layouts(specs))
     memory.logged = {spec.id for spec in event.generations}
-    if memory.spec is not None:
-        memory.settings, memory.adapted = memory.spec.settings, memory.spec.adapted
-    memory.calibration = event.calibration
+    take_over_changes(memory, event)
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step

@@ -33,7 +33,12 @@ from picotron_ray.planner.cost import least_arithmetic_s, sharing_s, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.memory import end_state_bytes, memory_estimate
 from picotron_ray.planner.memory_floor import memory_floor
-from picotron_ray.planner.recompute_search import cheapest_recompute, first_rank_added_s, least_added_s
+from picotron_ray.planner.recompute_search import (
+    cheapest_recompute,
+    first_rank_added_s,
+    leanest,
+    least_added_s,
+)
 
 Choice = tuple[float, Layout]
 """A layout that fits, and its seconds per step before it."""
@@ -84,11 +89,6 @@ class TooLarge(NamedTuple):
 
     layout: Layout
     needs_bytes: float
-
-
-def leanest(job: JobConfig, layout: Layout) -> Layout:
-    """The layout with the recomputation that keeps least, as far as the job leaves that open."""
-    return replace(layout, recompute="full") if job.layout.recompute == "auto" else layout
 
 
 @dataclass(slots=True)

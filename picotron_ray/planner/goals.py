@@ -182,10 +182,9 @@ def _too_late(found: PlanReport, goal: Goal) -> str:
 
 
 def _sizes(gpus: int, hardware: Hardware) -> list[int]:
-    """Numbers of devices worth a look: parts of a node by doubling, then whole nodes, and all of them."""
+    """Numbers of devices worth a look: parts of one node, then whole nodes, and all of them."""
     node = hardware.node_size
-    parts = [1 << shift for shift in range(node.bit_length()) if 1 << shift < min(node, gpus)]
-    return sorted({*parts, *range(node, gpus + 1, node), gpus})
+    return sorted({*range(1, min(node, gpus)), *range(node, gpus + 1, node), gpus})
 
 
 def _fewest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
@@ -243,8 +242,10 @@ def _reordered(found: PlanReport, goal: Goal) -> PlanReport:
 
 def _leanest(found: PlanReport) -> PlanReport:
     """The layouts that take least memory, each with as little as it can do with."""
-    layouts = lean_layouts(found.job, found.gpus)
-    needs = {layout: memory_estimate(found.job, layout).total_bytes for layout in layouts}
+    needs = {
+        layout: memory_estimate(found.job, layout).total_bytes
+        for layout in lean_layouts(found.job, found.gpus)
+    }
     sizes = distinct(found.hardware.node_sizes(found.gpus))
     steps = [
         PlannedStep(layout, step_cost(found.job, layout, found.hardware.profile, sizes), needs[layout])

@@ -95,6 +95,24 @@ def hardware(name: str, precision: str = "bf16") -> Hardware:
     return of_sheet(name, DATA_SHEETS[name])
 
 
+def in_precision(found: Hardware, precision: str) -> Hardware:
+    """The hardware with the rates of another precision, where a probe measured it so.
+
+    Raises ConfigError for one that it did not measure.
+    """
+    if not found.name.endswith(".json"):
+        return found
+    rates = hardware(found.name, precision).profile
+    profile = replace(
+        found.profile,
+        flops=rates.flops,
+        matmul_half=rates.matmul_half,
+        attention_flops=rates.attention_flops,
+        attention_backward_flops=rates.attention_backward_flops,
+    )
+    return replace(found, profile=profile)
+
+
 def of_profile(name: str, found: HardwareProfile, precision: str) -> Hardware:
     """Hardware as a probe measured it."""
     automatic = "bf16" if found.device == "cuda" else "fp32"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.best_first import BestFirst
+from picotron_ray.planner.best_first import BestFirst, Choice
 from picotron_ray.planner.comm_cost import group_link
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
@@ -21,7 +21,7 @@ from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
-from picotron_ray.planner.refusal import MOST, why_none, workers_that_do
+from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, workers_that_do
 from picotron_ray.planner.search import distinct, why_dearer
 
 TABLE = 10
@@ -233,6 +233,13 @@ def _search(
     return search
 
 
+def searched(job: JobConfig, hardware: Hardware, gpus: int) -> Choice | None:
+    """The fastest layout of a job with definite precision, and its seconds per step; None where none fits."""
+    hardware = hardware.of_devices(gpus)
+    found = _search(job, gpus, hardware, hardware.profile, 1).found
+    return found[0] if found else None
+
+
 def _total(job: JobConfig, layout: Layout) -> float:
     return memory_estimate(job, layout).total_bytes
 
@@ -265,8 +272,11 @@ def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
     if enough is None:
-        return f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
-    return f"; {enough} {hardware.name} would do"
+        text = f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
+    else:
+        text = f"; {enough} {hardware.name} would do"
+    keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""
+    return f"{text}; so would {keys} on {gpus}" if keys else text
 
 
 def fullest_rank(job: JobConfig, layout: Layout) -> int:

@@ -46,7 +46,7 @@ def cheapest_recompute(
     if all(needs[rank](blocks_again(job, layout, rank)) <= budget for rank in range(layout.pp)):
         return layout
     too_large = fullest_state_bytes(job, layout) > budget
-    if too_large or job.layout.recompute != "auto" or splits_backward(job, layout):
+    if too_large or _keeps_policy(job, layout):
         return None
     of, selective = block_again(job, layout, profile, node_sizes), _may_select(job, layout)
     stages: dict[int, RecomputedBlocks] = {}
@@ -78,10 +78,12 @@ def least_added_s(
 
     On the fullest rank every block saves as many bytes as the next. So at least the bytes above the budget,
     at the price of whichever kind saves them cheapest, are paid for in every micro-batch; as long as that
-    rank is not the slowest, others wait for none of it. Infinite where nothing keeps the budget, or the job
-    leaves no choice.
+    rank is not the slowest, others wait for none of it. Infinite where nothing keeps the budget. A policy
+    that the layout must keep adds nothing to itself.
     """
     depth, of_blocks = sum(rank_depths(job, layout, 0)), rank_needs(job, layout, 0)
+    if _keeps_policy(job, layout):
+        return 0.0 if of_blocks(blocks_again(job, layout, 0)) <= budget else math.inf
 
     def needs(full: int, selective: int) -> float:
         return of_blocks(RecomputedBlocks(full, selective, depth))
@@ -89,7 +91,7 @@ def least_added_s(
     most, kept = needs(depth, 0), needs(0, 0)
     if kept <= budget:
         return 0.0
-    if most > budget or job.layout.recompute != "auto" or splits_backward(job, layout):
+    if most > budget:
         return math.inf
     if depth == 1:
         return 0.0
@@ -109,6 +111,8 @@ def first_rank_added_s(
     node_sizes: tuple[int, ...] = (),
 ) -> float:
     """Lower bound as `least_added_s`, by the cheapest recomputation of the first rank; infinite for none."""
+    if _keeps_policy(job, layout):
+        return least_added_s(job, layout, budget, profile, node_sizes)
     needed, depth = rank_needs(job, layout, 0), sum(rank_depths(job, layout, 0))
     of, selective = block_again(job, layout, profile, node_sizes), _may_select(job, layout)
     ways = _fewest(depth, lambda again: needed(again) <= budget, selective)
@@ -132,6 +136,16 @@ def _most_saved(needs: Callable[[int], float], depth: int) -> float:
     """
     saved = max(needs(1) - needs(2), needs(depth - 1) - needs(depth))
     return saved if saved > 0 else math.inf
+
+
+def leanest(job: JobConfig, layout: Layout) -> Layout:
+    """The layout with the recomputation that keeps least, as far as job and schedule leave that open."""
+    return layout if _keeps_policy(job, layout) else replace(layout, recompute="full")
+
+
+def _keeps_policy(job: JobConfig, layout: Layout) -> bool:
+    """Whether the layout's recomputation is not the search's to choose."""
+    return job.layout.recompute != "auto" or splits_backward(job, layout)
 
 
 def _may_select(job: JobConfig, layout: Layout) -> bool:

@@ -3,67 +3,112 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from itertools import groupby, product
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.validation.layout import Degrees
+from picotron_ray.config.validation.layout import Degrees, layout_problems
+from picotron_ray.config.validation.schedules import pipelines
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.candidates import asked_degrees, candidates
+from picotron_ray.planner.candidates import (
+    asked_degrees,
+    candidate,
+    degrees_allowed,
+    micro_batches,
+    shardings,
+)
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.memory import budget_bytes, memory_estimate
+from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
+from picotron_ray.planner.memory_floor import memory_floor
+from picotron_ray.planner.model_sizes import blocks_again
+from picotron_ray.planner.recompute_search import leanest
 
 MOST = 512
 
 
-def leanest_bytes(job: JobConfig, workers: int, enough: float = 0.0) -> float:
-    """Estimated bytes per worker of the leanest layout on at most ``workers``; infinite where none fits.
-
-    Args:
-        enough: stop at the first layout that needs no more.
-    """
-    least = float("inf")
+def leanest_bytes(job: JobConfig, workers: int) -> float:
+    """Estimated bytes per worker of the leanest layout on at most ``workers``; infinite where none fits."""
+    least = math.inf
     for layout in lean_layouts(job, workers):
-        least = min(least, memory_estimate(job, layout).total_bytes)
-        if least <= enough:
-            break
+        if _floor_bytes(job, layout) < least:
+            least = min(least, memory_estimate(job, layout).total_bytes)
     return least
 
 
-def lean_layouts(job: JobConfig, workers: int) -> list[Layout]:
-    """Layouts among which is the leanest: fewest copies and rows, all recomputed where the job allows it."""
-    leanest = "full" if job.layout.recompute == "auto" else job.layout.recompute
-    return [replace(layout, recompute=leanest) for layout in _lean(candidates(job, workers))]
+def lean_layouts(job: JobConfig, workers: int, above: int = 0) -> Iterator[Layout]:
+    """Layouts among which is the leanest: fewest copies and rows, all recomputed where the job allows it.
 
-
-def _lean(layouts: Iterable[Layout]) -> list[Layout]:
-    """Of the layouts that share degrees and ZeRO stage, the one with the fewest copies and rows: the others
-    keep no less.
+    Of those that share degrees, ZeRO stage and schedule, any other keeps no less. They are on more ranks than
+    ``above``; those on most ranks come first.
     """
-    found: dict[tuple[int, ...], Layout] = {}
-    for one in layouts:
-        key = (one.dp, one.tp, one.pp, one.cp, one.ep, one.zero)
-        if key not in found or (one.replicate, one.micro_batch) < (
-            found[key].replicate, found[key].micro_batch
-        ):  # fmt: skip
-            found[key] = one
-    return list(found.values())
+    for degrees in sorted(degrees_allowed(job, workers, above), key=math.prod, reverse=True):
+        sizes, shared = micro_batches(job, degrees.dp, degrees.pp), shardings(job, degrees)
+        alike = sorted(shared, key=lambda one: (-one.zero, one.ep, one.replicate))
+        for way in pipelines(job, degrees.pp):
+            for _, ways in groupby(alike, lambda one: (one.zero, one.ep)):
+                tried = (candidate(job, degrees, *each, way) for each in product(ways, sizes))
+                fewest = next((one for one in tried if not layout_problems(job, one)), None)
+                if fewest is not None:
+                    yield leanest(job, fewest)
 
 
 def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:
-    """The fewest workers above ``workers``, of those looked at, on which a layout fits; None: none up to 512.
+    """The fewest workers above ``workers`` on which a layout fits: some of one node, else whole nodes.
 
-    Looked at are ``workers`` doubled again and again, rounded up to whole nodes. Sizes on which even an equal
-    share of what ``workers`` need together would not fit are passed over.
+    None where no number up to 512 would do. On more workers some may idle, so the fewest are found by
+    bisection. Sizes on which even an equal share of what ``workers`` need together would not fit are passed
+    over.
     """
     room = budget_bytes(job, profile.memory_bytes)
-    total = leanest_bytes(job, workers) * workers
-    count = max(1, workers)
-    while (count := 2 * count) <= MOST:
-        whole = -(-count // node_size) * node_size
-        if total / whole <= room and leanest_bytes(job, whole, room) <= room:
-            return whole
-    return None
+    total = min((_needs_together(job, one) for one in lean_layouts(job, workers)), default=0.0)
+    parts = range(max(0, workers) + 1, node_size)
+    nodes = range(node_size * (workers // node_size + 1), MOST + 1, node_size)
+    sizes = [count for count in (*parts, *nodes) if total / count <= room]
+    tried, good, step = -1, len(sizes), 1  # no size up to ``tried`` would do, that at ``good`` does
+    while good - tried > 1:
+        at = min(tried + step, len(sizes) - 1) if good == len(sizes) else (tried + good) // 2
+        less = sizes[tried] if tried >= 0 else workers
+        if any(_fits(job, layout, room) for layout in lean_layouts(job, sizes[at], above=less)):
+            good = at
+        else:
+            tried, step = at, 2 * step
+    return sizes[good] if good < len(sizes) else None
+
+
+def _fits(job: JobConfig, layout: Layout, room: float) -> bool:
+    ranks = ((rank, blocks_again(job, layout, rank)) for rank in range(layout.pp))
+    return _floor_bytes(job, layout) <= room and all(
+        rank_memory(job, layout, rank, again).total_bytes <= room for rank, again in ranks
+    )
+
+
+def _floor_bytes(job: JobConfig, layout: Layout) -> float:
+    rows = layout.micro_batch
+    return memory_floor(job, [layout]).bytes(rows, layout.micro_batches(job.data.global_batch))
+
+
+def _needs_together(job: JobConfig, layout: Layout) -> float:
+    return layout.world_size * memory_estimate(job, layout).total_bytes
+
+
+def offloading_that_does(job: JobConfig, workers: int, profile: DeviceProfile) -> str:
+    """Keys that send enough to host memory for a layout to fit on ``workers``; empty: none do.
+
+    The host's own memory is not looked at.
+    """
+    room = budget_bytes(job, profile.memory_bytes)
+    moments = job.optimizer.model_copy(update={"offload": True})
+    away = job.layout.model_copy(update={"offload_activations": True})
+    tried: list[dict[str, Any]] = [{"layout": away}]
+    if job.optimizer.name == "adamw":
+        tried = [{"optimizer": moments}, *tried, {"optimizer": moments, "layout": away}]
+    words = {"optimizer": "optimizer.offload=true", "layout": "layout.offload_activations=true"}
+    for changes in tried:
+        changed = job.model_copy(update=changes)
+        if any(_fits(changed, layout, room) for layout in lean_layouts(changed, workers)):
+            return " ".join(words[section] for section in changes)
+    return ""
 
 
 def why_not_together(job: JobConfig, workers: int, room: Callable[[int], float]) -> str | None:

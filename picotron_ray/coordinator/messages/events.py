@@ -11,6 +11,7 @@ from picotron_ray.coordinator.messages.values import (
     Commit,
     GenerationId,
     GenerationSpec,
+    Judged,
     LayoutQuestion,
     Member,
     NodeTraits,
@@ -46,6 +47,8 @@ class Begin:
     deaths: int = 0  # workers that earlier terms of this launch lost and did not replace
     step_s: float = 0.0  # longest time of a last step in what is running, as pages say; 0.0: they do not
     calibration: Calibration = NONE  # of the cost model, by earlier runs on this cluster
+    judged: Judged | None = None  # newest verdict on a change, which no spec may have yet
+    changed_s_ago: tuple[float, ...] = ()  # changes of earlier terms within the last hour, oldest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,8 @@ class Adapted:
             since the generation failed before it was judged.
         expected: share of a step's seconds that it was to save.
         before_s, after_s: seconds per step before it, and with it.
-        layout, settings: what a trial is taken back to.
+        layout, settings: what a trial is taken back to; one that hurt holds them until that is done.
+        began: generation that began with it; None: an older version wrote it.
     """
 
     kind: str
@@ -202,6 +203,20 @@ class Adapted:
     after_s: float = 0.0
     layout: Layout | None = None
     settings: Settings = ()
+    began: GenerationId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Verdict on the newest change, which its generation's spec calls a trial for as long as that runs.
+
+    Fields:
+        began: generation that began with the change.
+    """
+
+    began: GenerationId
+    verdict: Literal["kept", "back", "void"]
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +239,7 @@ class GenerationSpec:
     obeyed_step: int | None = None  # ``checkpoint.resume_step`` that it or an ancestor has gone back to
     settings: Settings = ()  # config keys that it and its successors run with instead of the job's
     adapted: tuple[Adapted, ...] = ()  # newest changes of the run, oldest first
+    replaced: Settings = ()  # what the job said for the keys of ``settings``
 
     @property
     def resume_step(self) -> int:

@@ -8,7 +8,7 @@ as the one before; and an hour has ``adapt.budget`` of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from picotron_ray.config.schema.adapt import KINDS, LOSSY, AdaptConfig, AdaptKind
@@ -117,6 +117,22 @@ def judge(trial: Adapted, step_s: float, steps: int, config: AdaptConfig) -> tup
     if lossy or gain < -config.hysteresis:
         return "back", said
     return "kept", said
+
+
+def began_of(change: Adapted) -> str:
+    """The generation that began with a change, in words that a record of verdicts reads."""
+    return "" if change.began is None else str(change.began)
+
+
+def settled(done: Adapted) -> Adapted:
+    """A judged change without what it would be taken back to."""
+    return replace(done, layout=None, settings=())
+
+
+def owed(known: Sequence[Adapted]) -> Adapted | None:
+    """The newest change where it hurt and is not taken back yet."""
+    newest = known[-1] if known else None
+    return newest if newest is not None and newest.verdict == "back" and newest.layout is not None else None
 
 
 FOR_MEMORY = "memory: "

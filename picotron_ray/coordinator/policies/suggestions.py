@@ -37,6 +37,8 @@ class Scene:
         question: the planner's, for the members as they are.
         estimate_bytes: memory of the layout by the planner's estimate.
         has_gpus: the members compute on GPUs.
+        spares: workers that are ready beside the members.
+        with_spares: the planner's question for both; None: there are no spares.
     """
 
     job: JobConfig
@@ -46,6 +48,8 @@ class Scene:
     question: LayoutQuestion
     estimate_bytes: float = 0.0
     has_gpus: bool = False
+    spares: int = 0
+    with_spares: LayoutQuestion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,21 @@ def settings_suggestions(
             continue
         if for_memory:
             found = _roomier(scene, found)
-        if not check(with_settings(scene.job, found.settings)):
+        if not problem_of(scene.job, found.settings):
             yield found
+
+
+def problem_of(job: JobConfig, settings: Settings) -> str:
+    """First problem that a job has with these settings and not without; empty where there is none.
+
+    What was permitted is judged by the job as it was launched: precision may be permitted, and be made so.
+    """
+    try:
+        found = check(with_settings(job, settings))
+    except ValueError as error:
+        return " ".join(str(error).split())
+    own = {"adapt.apply", *(one.key for one in check(job))} if found else set()
+    return next((f"{one.key} {one.text}" for one in found if one.key not in own), "")
 
 
 RELEASED: dict[AdaptKind, tuple[str, ...]] = {
@@ -110,11 +127,12 @@ def _released(scene: Scene, kind: AdaptKind) -> Suggestion | None:
         return None
     releases = dict.fromkeys(RELEASED[kind], "auto")
     held = {} if kind == "layout" else pins(scene.layout)
+    question = (scene.with_spares if kind == "layout" else None) or scene.question
     asked = changed(scene.job, dict(scene.settings), held, releases)
     return Suggestion(
         kind,
         changed(scene.job, dict(scene.settings), releases),
-        replace(scene.question, settings=asked),
+        replace(question, settings=asked),
     )
 
 

@@ -2,7 +2,8 @@
 
 A worker may be slow for as long as it lives, a setting may hurt although the cost model likes it, and the
 figures are noisy. Faults strike as ever. Decisions must come in healthy generations alone, be few, keep the
-batch, and replay.
+batch, and replay. What was kept stays, what hurt is not tried again, and no setting comes without permission,
+also where the coordinator dies at any stage of a change.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from picotron_ray.config.schema.adapt import AdaptKind
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.adaptation import ADAPT
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.replay import QuietHeartbeats
+from picotron_ray.coordinator.simulator.changes import Changes
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator, plan
@@ -35,7 +38,7 @@ ROW_S = 0.02
 REPORT_S = 3.0
 MOST_CHANGES = 30
 """Changes of one run, taken back ones included: the budget of an hour, and what failures take back."""
-KINDS = ("micro-batch", "rows", "stages", "layout", "bucket", "schedule", "recompute")
+KINDS: tuple[AdaptKind, ...] = ("micro-batch", "rows", "stages", "layout", "bucket", "schedule", "recompute")
 
 
 def draw_job(workers: int) -> JobConfig:
@@ -108,6 +111,7 @@ class AdaptingSim(Sim):
         self.shell_class = AdaptingShell
         self.shells: list[AdaptingShell] = []
         self._speed: dict[str, float] = {}
+        self.changes = Changes(self, KINDS)
         self.hurts = self.rng.chance(0.3)  # large buckets, which the cost model likes
 
     def row_s(self, spec: m.GenerationSpec, replica: int) -> float:
@@ -172,6 +176,17 @@ class AdaptingShell(Shell):
         self._handle = self.machine.handle
         self.machine.handle = self._kept  # type: ignore[method-assign]
         sim.shells.append(self)
+        self._changes = sim.changes
+        self.remembered = sim.changes.past
+
+    def alert(self, command: m.Alert) -> None:
+        if self.term == self.sim.storage.term:  # else nobody reads its record any more
+            self._changes.told(command)
+
+    def run_generation(self, command: m.RunGeneration) -> None:
+        if self.term == self.sim.storage.term:
+            self._changes.begun(command)
+        super().run_generation(command)
 
     def _kept(self, event: m.Event, now: float, slept_s: float | None = None) -> list[m.Command]:
         before = self.machine.memory.state
@@ -216,14 +231,19 @@ def _read(generation: Any) -> m.GenerationId | None:
     return None if found is None else m.GenerationId(**found)
 
 
-def simulate_adapting(seed: int) -> tuple[Report, int]:
-    """Run one seed; returns its report and the number of changes that were made."""
+def simulate_adapting(seed: int, kill_at: str = "") -> tuple[Report, int]:
+    """Run one seed; returns its report and the number of changes that were made.
+
+    Args:
+        kill_at: stage of a change (`STAGES`) at which the coordinator dies, once; empty: at none.
+    """
     draw = Rng(seed)
     nodes, workers = 2, 2 + draw.below(4)
     job = draw_job(workers)
     checks = Checks(Coverage())
     sim = AdaptingSim(draw.bits(), job, checks)
     checks.sim = sim
+    sim.changes.kill_at = kill_at
     for _ in range(nodes):
         sim.add_node(-(-workers // nodes))
     coordinator(sim)

@@ -38,6 +38,7 @@ class Shell:
         self.finished: m.Finish | None = None
         self.stores = StoreHomes()
         self.search = StoreSearch()
+        self.remembered: Callable[[], dict[str, Any]] = dict  # of earlier terms, by the run's record
         self._asked: dict[str, int] = {}  # newest request for a node's inventory
         self._tick_at = 0.0
         self._wake_at = 0.0
@@ -90,7 +91,7 @@ class Shell:
         keeping = {} if running else self.sim.keeping()
         self.born_at = self.sim.now
         words = self.term, tuple(self.commits), known, running, workers, busy, kept, kept_by
-        self.deliver(m.Begin(*words, keeping=keeping))
+        self.deliver(m.Begin(*words, keeping=keeping, **self.remembered()))
         for node in living:
             self.deliver(node.joined())
             if node.leaves_at is not None:  # Ray tells it as long as it lasts

@@ -106,7 +106,7 @@ class BlockPacker:
 
     def __init__(self, hidden: Tensor, shared: Sequence[Tensor], *, recasts: bool) -> None:
         self._small, self._recasts = hidden.numel() // SMALL, recasts
-        self._shared = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, PackedMemory]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | PackedView | Recast:
@@ -120,8 +120,8 @@ class BlockPacker:
 
     def _packed(self, source: Tensor) -> PackedMemory:
         """Pack memory, or find it packed: a saved tensor may be a view of another one."""
-        key = (source.data_ptr(), source.dtype, source.numel(), source._version)
         storage = source.untyped_storage()
+        key = (storage._cdata, source.storage_offset(), source.dtype, source.numel(), source._version)
         known = self._known.get(key)
         if known is None or known[0].expired() or known[0] != StorageWeakRef(storage):
             known = StorageWeakRef(storage), PackedMemory(source.as_strided((source.numel(),), (1,)))
@@ -129,12 +129,11 @@ class BlockPacker:
         return known[1]
 
     def _stays(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.numel() <= self._small:
+        plain = type(tensor) is Tensor or hasattr(tensor, "fake_mode")  # a dry run's have no addresses
+        if not plain or not tensor.is_floating_point() or tensor.numel() <= self._small:
             return True
         storage = tensor.untyped_storage()
-        return (
-            storage.nbytes() < tensor.nbytes or storage.data_ptr() in self._shared or of_a_parameter(tensor)
-        )
+        return storage.nbytes() < tensor.nbytes or storage._cdata in self._shared or of_a_parameter(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:

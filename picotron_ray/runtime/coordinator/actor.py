@@ -301,8 +301,10 @@ class Coordinator:
             await self._end(record.ended)
             return
         kept = {} if running else await self._cluster.keeping(specs)
-        past = self._cluster.traits, record.failed_s_ago(), kept, record.strikes, store.data, record.deaths
-        begin = await self._calibrations.begin(begin_event(term, commits, specs, found, *past))
+        past = self._cluster.traits, record.failed_s_ago(), kept, store.data, record.deaths
+        begin = await self._calibrations.begin(
+            begin_event(term, commits, specs, found, *past, **record.past())
+        )
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
         for event in (begin, *self._early.take(), *self._record.owed):

@@ -56,9 +56,11 @@ def begin_event(
     traits: Iterable[m.NodeTraits] = (),
     failed_s_ago: tuple[float, ...] = (),
     keeping: Mapping[str, int] | None = None,
-    struck: tuple[m.Strike, ...] = (),
     data: str = "",
     deaths: int = 0,
+    struck: tuple[m.Strike, ...] = (),
+    judged: m.Judged | None = None,
+    changed_s_ago: tuple[float, ...] = (),
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -68,9 +70,11 @@ def begin_event(
         traits: of their nodes.
         failed_s_ago: failures of earlier terms within the last day.
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
-        struck: layouts that ran out of memory in earlier terms.
         data: fingerprint of the run's data; idle workers that see other data are left out.
         deaths: workers that earlier terms of this launch lost and did not replace.
+        struck: layouts that ran out of memory in earlier terms.
+        judged: newest verdict on a change of earlier terms.
+        changed_s_ago: changes of earlier terms within the last hour.
     """
     kept_by = [slim(agent["kept_by"]) for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -98,6 +102,8 @@ def begin_event(
         keeping=dict(keeping or {}),
         struck=struck,
         deaths=deaths,
+        judged=judged,
+        changed_s_ago=changed_s_ago,
         step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
     )
 

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.out_of_memory import STRUCK
 from picotron_ray.coordinator.policies.store_home import StoreSearch
+from picotron_ray.runtime.coordinator.adaptation_record import judged_by
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.coordinator.generation_calls import GenerationCalls
 from picotron_ray.runtime.coordinator.record_keeper import RecordKeeper
@@ -340,8 +341,8 @@ class CommandExecutor:
             self._outage.waited(time.monotonic())
         if command.kind == "commit":
             self._outage.over(time.monotonic())
-        if command.kind == STRUCK:  # the next generation's entry, which has it too, may never be written
-            self.keeper.keep()
+        if command.kind == STRUCK or judged_by(command):
+            self.keeper.keep()  # the next generation's entry, which has it too, may never be written
 
     _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,

@@ -16,6 +16,7 @@ from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord, judged_by
 
 EVENTS_KEPT = 1000
 MOST_LISTED = 64  # entries of a list in an event's data
@@ -146,6 +147,7 @@ class Facts:
     planned_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))  # seconds per search
     changes: Counter[str] = field(default_factory=Counter)  # decisions of adaptation: "kind action"
     strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
+    adaptation: AdaptationRecord = field(default_factory=AdaptationRecord)
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
         """Return the page of rank 0 of a generation; empty while there is none."""
@@ -155,12 +157,13 @@ class Facts:
                 return page
         return {}
 
-    def enter(self, record: GenerationRecord) -> None:
+    def enter(self, record: GenerationRecord, at_s: float = 0.0) -> None:
         """Add a generation; of the oldest ones less is kept, so that this does not grow with their number.
 
         Evaluations beyond where it begins are void, and will be done again.
         """
         self.generations.append(record)
+        self.adaptation.entered(record.reason, at_s)
         self.evaluations = {s: loss for s, loss in self.evaluations.items() if s <= record.start_step}
         del self.generations[1 : 1 - GENERATIONS_KEPT]  # the first one tells where the run began
         named = [at for at, one in enumerate(self.generations) if one.members is not None]
@@ -174,6 +177,7 @@ class Facts:
     def alerted(self, alert: m.Alert) -> None:
         """Note what an alert tells: what ran out of memory, or what the newest generation's steps take."""
         self.strikes = together(self.strikes, strike_of(alert))
+        self.adaptation.judged = judged_by(alert) or self.adaptation.judged
         newest = self.newest
         if alert.kind == CALIBRATION and newest is not None:
             newest.predicted_s, newest.measured_s = alert.data["predicted_s"], alert.data["measured_s"]
@@ -224,6 +228,7 @@ class Facts:
             evidence=dict(self.evidence),
             plans=self.plans.copy(),
             changes=self.changes.copy(),
+            adaptation=self.adaptation.copied(),
         )
 
     @property

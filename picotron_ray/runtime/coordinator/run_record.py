@@ -187,11 +187,10 @@ class RunRecord:
         with self._lock:
             return failure_ages_s(self._facts, time.time() - self._began)
 
-    @property
-    def strikes(self) -> tuple[m.Strike, ...]:
-        """Layouts that ran out of memory, of whichever term."""
+    def past(self) -> dict[str, Any]:
+        """Arguments of `begin_event`: layouts that ran out of memory, verdict and times of changes."""
         with self._lock:
-            return self._facts.strikes
+            return {"struck": self._facts.strikes, **self._facts.adaptation.past(time.time())}
 
     @property
     def owed(self) -> tuple[m.UserRequest, ...]:
@@ -304,7 +303,7 @@ class RunRecord:
             self.note("info", "gone-back", text, at_s=at_s)
         if generations:
             generations[-1].end_step = max(spec.resume_step, generations[-1].start_step)
-        self._facts.enter(GenerationRecord.of(spec))
+        self._facts.enter(GenerationRecord.of(spec), at_s)
 
     def _committed(self, event: m.Appended) -> None:
         generations = self._facts.generations

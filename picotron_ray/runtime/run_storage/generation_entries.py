@@ -32,7 +32,7 @@ def generation_body(spec: GenerationSpec) -> dict[str, Any]:
     source = plain(slim(spec).source)
     nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in spec.members))}
     placed = groupby(spec.members, key=lambda member: member.node)
-    rest = plain(replace(slim(spec), struck=spec.struck, lineage=()))
+    rest = plain(replace(slim(spec), struck=spec.struck, adapted=spec.adapted, lineage=()))
     return {
         "term": spec.id.term,
         "n": spec.id.n,
@@ -55,7 +55,7 @@ def spec_of(body: Mapping[str, Any], with_lineage: bool = True) -> GenerationSpe
         told["lineage"] = []
     spec = decode_spec(told)
     members = spec.members if of_before else _members(body["nodes"], body["members"])
-    return replace(slim(spec), members=members, struck=spec.struck)
+    return replace(slim(spec), members=members, struck=spec.struck, adapted=spec.adapted)
 
 
 def _links(text: str) -> list[dict[str, Any]]:

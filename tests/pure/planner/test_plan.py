@@ -118,8 +118,14 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
     [
         (("plan",), "plan: saw no config, expected a YAML file or a recipe, or --validate"),
         (("plan", "tiny", "--validate"), "plan --validate: saw tiny, expected no config"),
+        (("plan", "--validate", "--dry-run"), "plan --validate: saw --dry-run, which proves one plan"),
+        (
+            ("plan", "llama-3-8b", "--dry-run", "precision=fp8"),
+            "--dry-run: saw precision=fp8, whose products need a GPU",
+        ),
+        (("plan", "llama-3.1-405b", "--gpus", "8"), "; 152 h100-80g would do"),
         (("plan", "tiny", "--hardware", "h100"), "--hardware: saw h100, expected one of a100-80g, h100-80g"),
-        (("plan", "llama-3-70b", "--gpus", "8"), "; 32 h100-80g would do"),
+        (("plan", "llama-3-70b", "--gpus", "8"), "; 24 h100-80g would do"),
         (("plan", "tiny", "layout.tp=3"), "layout.tp: saw 3, which does not divide"),
         (("plan", "tiny", "--json", "/nowhere/x.json"), "--json: cannot write /nowhere/x.json"),
         (("plan", "nothing"), "config: saw nothing, neither a file nor a packaged recipe"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.plan import plan
 from picotron_ray.planner.recompute_search import cheapest_recompute
+from picotron_ray.planner.refusal import leanest_bytes
 from picotron_ray.planner.search import choose_layout
 from picotron_ray.planner.software_profile import OURS, PLAIN
 
@@ -116,6 +118,39 @@ def test_the_two_best_are_those_of_an_exhaustive_search(
     found.run(workers)
     assert [cost for cost, _ in found.found] == pytest.approx([cost for cost, _ in expected])
     assert [layout for _, layout in found.found] == [layout for _, layout in expected]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "every-2", "blocks-1-2"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_named_recomputation_loses_no_layout_that_fits(policy: str, pp: int) -> None:
+    """Nothing kept would need more than there is; what the policy keeps fits."""
+    model = {"layers": 6, "hidden_size": 64, "intermediate_size": 160, "vocab_size": 260}
+    layout = {"recompute": policy, "pp": pp, "tp": 1, "zero": 0, "micro_batch": 2}
+    job = parse_job({"model": model, "data": {"sequence_length": 64, "global_batch": 8}, "layout": layout})
+    needs = memory_estimate(job, next(candidates(job, 2))).total_bytes
+    kept = memory_estimate(job, replace(next(candidates(job, 2)), recompute="none")).total_bytes
+    assert needs < kept
+    profile = DeviceProfile(5e9, 1.01 * needs / 0.9, 1e9, 1e-4)
+    expected = exhaustive(job, 2, (), profile)[:2]
+    assert expected
+    found = BestFirst(job, profile, (), budget_bytes(job, profile.memory_bytes))
+    found.run(2)
+    assert found.found == expected
+    assert choose_layout(job, 2, profile).layout == expected[0][1]
+
+
+def test_a_refusal_expects_more_than_there_is_room_for() -> None:
+    """A schedule that splits the backward pass keeps all activations, so its leanest layout does too."""
+    tree = {"schedule": "interleaved-zero-bubble", "pp": 2, "tp": 1, "zero": 0}
+    model = {"layers": 8, "hidden_size": 64, "intermediate_size": 160, "vocab_size": 260}
+    job = parse_job({"model": model, "data": {"sequence_length": 256, "global_batch": 8}, "layout": tree})
+    need = leanest_bytes(job, 2)
+    assert need == min(memory_estimate(job, one).total_bytes for one in candidates(job, 2))
+    with pytest.raises(LayoutError, match=r"saw room for .* expected at least") as raised:
+        choose_layout(job, 2, DeviceProfile(5e9, 0.99 * need / 0.9, 1e9, 1e-4))
+    room, least = (float(word) for word in re.findall(r"(\S+) GB", str(raised.value))[:2])
+    assert room < least
+    assert choose_layout(job, 2, DeviceProfile(5e9, 1.01 * need / 0.9, 1e9, 1e-4)).layout.pp == 2
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"offload": True}])

@@ -20,6 +20,7 @@ from picotron_ray.runtime.heartbeat import (
     process_start_ticks,
     read_page,
 )
+from picotron_ray.runtime.node_agent.metrics import _worker
 from picotron_ray.runtime.phase_limits import ENOUGH
 from tests.support.checkpoint.open_files import no_open_files
 from tests.support.faults.full_folder import run_on_small_disk
@@ -56,6 +57,23 @@ def test_a_fresh_page_says_that_there_is_nothing_yet(tmp_path, elastic, monkeypa
     known |= {"phase": "idle", "phase_since_s": 12.5, "phase_limit_s": 1e9, "step_counts": (0,) * 14}
     assert seen == {**dict.fromkeys(seen, 0), **absent, **known}
     assert page.computing_step == 0
+
+
+def test_costs_of_communication_are_told_where_there_are_any(tmp_path, elastic):
+    Page(tmp_path / "w1.page", elastic)
+    seen = read_page(tmp_path / "w1.page")
+    costs = ((0.25, 0.5), (-1.0, -1.0), (-1.0, -1.0), (0.125, 0.0))
+    told = [
+        (sample.name.split("_")[3], sample.labels["thing"], sample.value)
+        for sample in _worker(dataclasses.replace(seen, communication_s=costs))
+        if sample.name.startswith("picotron_worker_communication_")
+    ]
+    assert told == [
+        ("predicted", "gradients", 0.25),
+        ("measured", "gradients", 0.5),
+        ("predicted", "experts", 0.125),
+        ("measured", "experts", 0.0),
+    ]
 
 
 def test_bad_steps_are_counted_for_each_generation(tmp_path, elastic):

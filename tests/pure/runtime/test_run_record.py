@@ -504,7 +504,7 @@ def test_memory_that_ran_out_is_remembered_though_the_coordinator_dies_before_th
     for known, lines in ((memo, []), (None, [LoggedLine(1, {"offset_s": BEGAN}, line)])):
         later = Run(monkeypatch)
         later.record.recall(known, lines)
-        begin = begin_event(2, (), (spec,), {}, struck=later.record.strikes)
+        begin = begin_event(2, (), (spec,), {}, **later.record.past())
         again = World(world.config)
         again.send(begin)
         assert again.machine.memory.struck == world.machine.memory.struck != ()

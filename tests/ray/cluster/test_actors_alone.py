@@ -239,7 +239,7 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         owed=(),
         ended=None,
         failed_s_ago=tuple,
-        strikes=(),
+        past=dict,
         deaths=0,
         figures=lambda node, figures: note("figures", node, len(figures)),
         attached=lambda submission: note("attached", submission),

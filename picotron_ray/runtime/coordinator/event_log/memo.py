@@ -12,6 +12,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, decode_spec, plain
 from picotron_ray.coordinator.replay import heard
 from picotron_ray.failures import FailureKind
+from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import (
     EVENTS_KEPT,
@@ -36,6 +37,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "changes": dict(facts.changes),
         "baseline_loss": facts.baseline_loss,
         "strikes": plain(facts.strikes),
+        "adaptation": facts.adaptation.plain(),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
         "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
@@ -80,6 +82,7 @@ def read_facts(data: dict[str, Any]) -> Facts:
     facts.plans = Counter(data.get("plans", {}))
     facts.changes = Counter(data.get("changes", {}))
     facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
+    facts.adaptation = AdaptationRecord.read(data.get("adaptation", {}))
     facts.evaluations = dict(data["evaluations"])
     facts.baseline_loss = data.get("baseline_loss")
     facts.generations = [_read_generation(entry) for entry in data["generations"]]

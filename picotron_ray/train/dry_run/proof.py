@@ -1,0 +1,122 @@
+"""Proof of a plan: predicted peaks and bytes of its layout beside those that fake tensors count."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import rank_memory
+from picotron_ray.planner.model_sizes import blocks_again
+from picotron_ray.planner.sent_bytes import AXES, sent_bytes
+from picotron_ray.train.dry_run.run import DryRun, dry_run
+
+MOST_RANKS = 3
+PASSES = 2
+"""Micro-batches that are stepped for each pipeline rank: two show what the second one finds kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProof:
+    """One pipeline rank: bytes by the model and as counted.
+
+    Fields:
+        rank: of the pipeline.
+        predicted_peak, traced_peak: bytes, with the kernels of CPUs.
+        predicted_sent, traced_sent: bytes of a step by axis.
+    """
+
+    rank: int
+    predicted_peak: float
+    traced_peak: int
+    predicted_sent: dict[str, float]
+    traced_sent: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Of the predicted peak, as a share of the traced one."""
+        return self.predicted_peak / self.traced_peak - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "error": self.error}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProof:
+    """A dry run of a layout's pipeline ranks: all of up to `MOST_RANKS`, else the ends and the fullest.
+
+    Fields:
+        micro_batches, of: micro-batches that were stepped, of those of the whole step.
+    """
+
+    ranks: tuple[RankProof, ...]
+    micro_batches: int
+    of: int
+
+    def to_dict(self) -> dict[str, Any]:
+        ranks = [one.to_dict() for one in self.ranks]
+        return {"ranks": ranks, "micro_batches": self.micro_batches, "of_micro_batches": self.of}
+
+    def lines(self) -> list[str]:
+        """The proof as text."""
+        part = "" if self.micro_batches == self.of else f" of {self.of}"
+        found = [f"dry run    {self.micro_batches}{part} micro-batches with fake tensors, kernels of CPUs:"]
+        for one in self.ranks:
+            found.append(
+                f"  pp rank {one.rank}: peak {one.predicted_peak / 1e9:.3g} GB predicted, "
+                f"{one.traced_peak / 1e9:.3g} GB traced ({100 * one.error:+.1f} %)"
+            )
+            found += [
+                f"    sent over {axis}: {one.predicted_sent[axis] / 1e9:.3g} GB predicted,"
+                f" {one.traced_sent[axis] / 1e9:.3g} GB traced"
+                for axis in AXES
+                if one.predicted_sent[axis] or one.traced_sent[axis]
+            ]
+        return found
+
+
+def prove(job: JobConfig, layout: Layout) -> PlanProof:
+    """Step the layout's engine with fake tensors, and hold the model's bytes against what is counted.
+
+    Long steps are stepped in part, and predicted so: of a pipeline twice as many micro-batches as it has
+    ranks, else `PASSES`.
+
+    Raises:
+        LayoutError: the layout cannot be applied.
+    """
+    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
+    whole = layout.micro_batches(job.data.global_batch)
+    count = min(whole, PASSES * layout.pp)
+    if count < whole and not layout.replica_rows and layout.schedule != "custom":
+        rows = layout.dp * layout.micro_batch * count
+        job = job.model_copy(update={"data": job.data.model_copy(update={"global_batch": rows})})
+    proofs = tuple(_rank_proof(job, layout, rank) for rank in _ranks(job, layout))
+    return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole)
+
+
+def _ranks(job: JobConfig, layout: Layout) -> list[int]:
+    if layout.pp <= MOST_RANKS:
+        return list(range(layout.pp))
+    fullest = max(range(layout.pp), key=lambda rank: _predicted(job, layout, rank))
+    return sorted({layout.first_stage_rank, fullest, layout.last_stage_rank})
+
+
+def _predicted(job: JobConfig, layout: Layout, rank: int) -> float:
+    return rank_memory(job, layout, rank, blocks_again(job, layout, rank)).total_bytes
+
+
+def _rank_proof(job: JobConfig, layout: Layout, rank: int) -> RankProof:
+    found = dry_run(job, layout, rank * layout.world_size // layout.pp)
+    return RankProof(
+        rank, _predicted(job, layout, rank), found.peak_bytes, sent_bytes(job, layout, rank), _by_axis(found)
+    )
+
+
+def _by_axis(found: DryRun) -> dict[str, float]:
+    """Bytes by `AXES`; those of the whole world (norms and the loss) count with the replicas."""
+    sent = dict.fromkeys(AXES, 0.0)
+    for axis, size in found.sent_bytes_by_axis.items():
+        sent[axis if axis in ("tp", "pp") else "replicas"] += size
+    return sent

@@ -85,7 +85,9 @@ def test_sums_are_timed_for_a_choice_or_for_figures(
     class Gradients:
         cost = (0, 0.0)
         time = asked.append
-        use = None
+
+        def use(self, plan: object) -> None:
+            """Take a plan."""
 
     mesh = Mesh(Layout(dp=2, zero=zero), 0, None)
     comm = CommConfig(selector=selector)

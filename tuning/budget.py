@@ -34,8 +34,8 @@ class StudyBudget(Stopper, Callback):
         self._worker_s = self._wall_s = 0.0
         self._seen: float | None = None  # monotonic, of this process
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}
+    def __getstate__(self) -> None:
+        """Keep nothing: a study that is resumed makes its budget anew, and Tune gives it `get_state` back."""
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False

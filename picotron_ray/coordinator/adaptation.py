@@ -202,7 +202,12 @@ def _suggestions(
     job, layout, apply = memory.job, memory.spec.layout, memory.job.adapt.apply
     gpus = any(node.has_gpus for node in memory.roster.nodes.values())
     estimate = memory_estimate(with_settings(job, memory.settings), layout).total_bytes
-    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus)
+    spares = [one for one in memory.roster.usable() if one.name not in memory.adaptation.avoid]
+    everyone = None
+    if spares:
+        asked = memory.question([*memory.living_members(), *spares], job.cluster.max_workers)
+        everyone = replace(asked, calibration=question.calibration)
+    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus, len(spares), everyone)
     wanted = list(dict.fromkeys(kind for one in found for kind in ANSWERS[one.bottleneck] if kind in apply))
     by_settings = [kind for kind in wanted if kind not in ("rows", "stages")]
     if any(one.bottleneck == "memory" for one in found):  # nothing is tried that may take more of it
@@ -212,7 +217,7 @@ def _suggestions(
     yield from settings_suggestions(scene, by_settings)
     if "rows" in wanted:
         slow = _slow_enough(memory.adaptation, figures)
-        yield from rows_suggestion(scene, slow, memory.spec.members, len(memory.roster.usable()))
+        yield from rows_suggestion(scene, slow, memory.spec.members)
     if "stages" in wanted:
         yield from stages_suggestion(scene)
 

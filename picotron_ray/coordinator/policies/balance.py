@@ -26,20 +26,19 @@ MANY = 1 << 16
 """Replicas times rows above which one size alone is looked at: the coordinator's loop waits meanwhile."""
 
 
-def rows_suggestion(
-    scene: Scene, slow: Sequence[int], members: Sequence[Member], spares: int
-) -> Iterator[Suggestion]:
+def rows_suggestion(scene: Scene, slow: Sequence[int], members: Sequence[Member]) -> Iterator[Suggestion]:
     """Suggest fewer rows for slow replicas, or that spares take their places where they are much slower.
 
     Args:
         slow: replicas that have been slow for long enough.
-        spares: workers that are ready and not members.
     """
     layout, row_s = scene.layout, scene.figures.replica_row_s
     if len(row_s) != layout.dp or layout.dp < 2 or min(row_s) <= 0 or not slow:
         return
     hopeless = (
-        [at for at in slow if much_slower(row_s, at)][:spares] if layout.world_size == layout.dp else []
+        [at for at in slow if much_slower(row_s, at)][: scene.spares]
+        if layout.world_size == layout.dp
+        else []
     )
     if hopeless:
         avoid = tuple(members[at].worker for at in hopeless)

@@ -29,7 +29,9 @@ def test_a_budget_counts_workers_that_compute_over_all_launches(monkeypatch: pyt
     spent.on_step_end(1, trials)
     assert spent.get_state() == {"worker_s": 20.0, "wall_s": 5.0}, "b computes, a waits for its place"
     assert not spent.stop_all()
+    kept = pickle.dumps(spent)
     resumed = budget.StudyBudget(options, {"small": 1, "big": 4}, 4, concurrent=1)
+    assert pickle.loads(kept) is resumed, "Tune's stopper is the callback that counts"
     resumed.set_state(spent.get_state())
     now[0] = 1000.0  # between the launches nothing is spent
     resumed.on_step_end(0, trials)

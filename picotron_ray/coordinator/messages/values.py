@@ -133,12 +133,14 @@ class NodeTraits:
             not known.
         domain: failure domain: nodes of one may go together; empty: the node is its own.
         has_gpus: its workers compute on GPUs, else in the host's memory.
+        hardware: product names of its GPUs; empty: it has none, or they are not known.
     """
 
     node: str
     device_bytes: int = 0
     domain: str = ""
     has_gpus: bool = False
+    hardware: str = ""
 
 
 Settings = tuple[tuple[str, str], ...]

@@ -85,7 +85,8 @@ def _show(found: HardwareProfile, out: Path | None, alone: bool) -> None:
         print(text)
     else:
         out.write_text(text + "\n", encoding="utf-8")
-    for line in (*found.outliers, *found.cuts):
+    links = [f"a message over {link}: {fit}" for link, fit in found.links().items()] if out else []
+    for line in (*links, *found.outliers, *found.cuts):
         print(line)
 
 

@@ -16,6 +16,8 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from picotron_ray.config.json_schema import allowed
+from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
@@ -215,12 +217,14 @@ def _options(values: dict[str, Any]) -> StudyOptions:
     try:
         return StudyOptions.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(*(_mistake(each) for each in error.errors())) from None
+        raise ConfigError(*(mistake(StudyOptions, each) for each in error.errors())) from None
 
 
-def _mistake(found: Any) -> str:
-    option = str(found["loc"][0]).replace("_", "-")
-    return f"--{option}: saw {found['input']!r}: {found['msg']}"
+def mistake(options: type[Section], found: Any) -> str:
+    """One line about an option that pydantic refuses."""
+    key = str(found["loc"][0])
+    takes = allowed(options.model_json_schema()["properties"][key])
+    return f"--{key.replace('_', '-')}: saw {found['input']!r}, expected {takes}"
 
 
 def run(

@@ -132,10 +132,14 @@ def correction(
     Args:
         profile_of: the profile to be corrected, for as many devices as a measure had.
         assumed: it is no measurement and no data sheet (CPUs): one factor for all, so no order changes, and
-            none for memory, where processes take more than tensors.
+            none for memory, where processes take more than tensors. Measures of as many workers count before
+            others, since workers share the cores of a node.
     """
     rows = _predicted(history, job, profile_of)
-    rows = [row for row in rows if row.like][-LIKE:] or rows[-LIKE:]
+    like = [row for row in rows if row.like]
+    if assumed:
+        like = [row for row in like if sum(row.measure.node_sizes) == job.cluster.max_workers] or like
+    rows = like[-LIKE:] or rows[-LIKE:]
     if not rows:
         return Correction()
     which = "of this model" if rows[-1].like else "of other models"

@@ -37,6 +37,8 @@ class Scene:
         question: the planner's, for the members as they are.
         estimate_bytes: memory of the layout by the planner's estimate.
         has_gpus: the members compute on GPUs.
+        spares: workers that are ready beside the members.
+        with_spares: the planner's question for both; None: there are no spares.
     """
 
     job: JobConfig
@@ -46,6 +48,8 @@ class Scene:
     question: LayoutQuestion
     estimate_bytes: float = 0.0
     has_gpus: bool = False
+    spares: int = 0
+    with_spares: LayoutQuestion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +127,12 @@ def _released(scene: Scene, kind: AdaptKind) -> Suggestion | None:
         return None
     releases = dict.fromkeys(RELEASED[kind], "auto")
     held = {} if kind == "layout" else pins(scene.layout)
+    question = (scene.with_spares if kind == "layout" else None) or scene.question
     asked = changed(scene.job, dict(scene.settings), held, releases)
     return Suggestion(
         kind,
         changed(scene.job, dict(scene.settings), releases),
-        replace(scene.question, settings=asked),
+        replace(question, settings=asked),
     )
 
 

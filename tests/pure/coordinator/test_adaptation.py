@@ -232,6 +232,21 @@ def test_a_bad_layout_is_left_for_the_planners() -> None:
     assert ("kept", "layout") in decisions(there.report())
 
 
+def test_a_layout_that_leaves_workers_idle_takes_them_in() -> None:
+    """One replica was asked for, and three of four workers wait beside it."""
+    held = {"layout__dp": 1, "layout__tp": 1, "layout__pp": 1, "layout__zero": 0, "layout__micro_batch": 4}
+
+    def figures(spec: m.GenerationSpec, step: int) -> m.RunFigures:
+        seconds = 1.0 / spec.layout.world_size
+        return plain_figures(seconds, forward=0.3 * seconds, backward=0.6 * seconds)
+
+    there = AdaptiveWorld(adaptive_job("layout", **held), figures)
+    assert there.start().layout.world_size == 1
+    out = [c for _ in range(4) for c in there.report()]
+    assert there.spec.layout.dp == 4
+    assert decisions(out) == [("apply", "layout"), ("kept", "layout")]
+
+
 def test_a_slow_stage_gives_blocks_away() -> None:
     held = {
         "model__layers": 12,
@@ -305,7 +320,7 @@ def test_a_thousand_replicas_are_balanced_in_the_blink_of_an_eye() -> None:
     scene = Scene(config, layout, (), figures, m.LayoutQuestion(1024))
     members = [m.Member(f"w{at}", "a") for at in range(1024)]
     began = time.perf_counter()
-    (found,) = rows_suggestion(scene, [7], members, spares=0)
+    (found,) = rows_suggestion(scene, [7], members)
     assert time.perf_counter() - began < 1.0
     assert found.layout is not None
     assert found.layout.replica_rows[7] < 4

@@ -76,6 +76,18 @@ def test_the_assumed_profile_has_one_factor_and_keeps_its_order() -> None:
     assert plain == sorted(LAYOUTS, key=lambda layout: step_cost(JOB, layout, profile).total_s)
 
 
+def test_measures_of_as_many_workers_go_before_others_where_cores_are_shared() -> None:
+    """Four workers on two cores take twice as long per row as two do."""
+    two, four = (Layout(dp=dp, micro_batch=4) for dp in (2, 4))
+    rows = [measure(two, 1.0, 1.0, at) for at in range(1, 6)]
+    known = history(measure(four, 2.0, 2.0, 0), *rows)
+    assert JOB.cluster.max_workers == 4
+    shared = correction(known, JOB, lambda one, layout: GPU, assumed=True)
+    assert shared.factors.compute == pytest.approx(2.0, rel=0.01)
+    own = correction(known, JOB, lambda one, layout: GPU)
+    assert own.factors.compute == pytest.approx(1.0, rel=0.01)
+
+
 def test_two_factors_that_would_rank_runs_worse_are_one() -> None:
     """The layout with most traffic is the fastest in truth, though sums were most of its step."""
     fast, slow = LAYOUTS[2], LAYOUTS[1]

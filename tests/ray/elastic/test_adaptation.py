@@ -43,14 +43,14 @@ def test_a_stage_that_becomes_slow_wins_back_half_of_its_loss(tmp_path: Path) ->
     run = adapting(
         tmp_path,
         "stages",
-        *("steps=200", "adapt.apply=[stages]", *STAGES),
-        chaos=[*sleeps(0.01, 0.01), slow(1, 0.03, step=61)],
+        *("steps=130", "adapt.apply=[stages]", *STAGES),
+        chaos=[*sleeps(0.02, 0.02), slow(1, 0.06, step=41)],
     )
     assert run.summary["failures"] == []
     assert ("apply", "stages") in run.decisions
     first_remesh = run.summary["generations"][1]["start_step"]
-    usual_s, slowed_s = run.step_s(20, 60), run.step_s(62, first_remesh)
-    after_s = run.step_s(run.last_start() + 5, 200)
+    usual_s, slowed_s = run.step_s(10, 40), run.step_s(42, first_remesh)
+    after_s = run.step_s(run.last_start() + 5, 130)
     back = (slowed_s - after_s) / (slowed_s - usual_s)
     print(
         f"stages: {usual_s:.3f} s, slowed {slowed_s:.3f} s, then {after_s:.3f} s; {100 * back:.0f} % won back"
@@ -60,7 +60,7 @@ def test_a_stage_that_becomes_slow_wins_back_half_of_its_loss(tmp_path: Path) ->
 
 BAD = {
     "micro-batch": ("layout.dp=2", "layout.tp=1", "layout.micro_batch=1", "cluster.max_workers=2"),
-    "layout": ("layout.dp=1", "layout.tp=4", "layout.micro_batch=1", "cluster.max_workers=4"),
+    "layout": ("layout.dp=1", "layout.tp=4", "layout.micro_batch=8", "cluster.max_workers=4"),
 }
 """Rows one by one, and tensor parallelism of a model that is far too small for it."""
 
@@ -68,7 +68,7 @@ BAD = {
 @pytest.mark.parametrize("kind", list(BAD))
 def test_a_run_ends_sooner_than_one_held_in_its_bad_layout(tmp_path: Path, kind: str) -> None:
     bad = (
-        "steps=300",
+        "steps=120",
         "model.layers=4",
         "model.heads=4",
         "model.kv_heads=4",
@@ -85,11 +85,14 @@ def test_a_run_ends_sooner_than_one_held_in_its_bad_layout(tmp_path: Path, kind:
 
 
 def test_memory_pressure_leads_to_recompute_and_not_to_a_crash(tmp_path: Path) -> None:
-    """A worker may take so little that its peak is 95 % of it; the same run with room shows what it takes."""
-    model = ("model.hidden_size=64", "model.intermediate_size=128", "model.layers=6", "data.global_batch=16")
+    """A worker may take so little that its peak is 95 % of it; the same run with room shows what it takes.
+
+    Products are so wide that each is a mapping of its own, which the kernel gets back when it is freed.
+    """
+    model = ("model.hidden_size=16", "model.intermediate_size=5120", "model.layers=3", "data.global_batch=16")
     layout = ("layout.dp=2", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=8")
-    job = (*model, *layout, "layout.recompute=none", "data.sequence_length=128", "steps=60")
-    roomy = adapting(tmp_path, "roomy", *job, "cluster.worker_memory_bytes=1000000000")
+    job = (*model, *layout, "layout.recompute=none", "data.sequence_length=128", "steps=40")
+    roomy = adapting(tmp_path, "roomy", *job, "cluster.worker_memory_bytes=4000000000")
     peak = roomy.telemetry["memory"]["peak_bytes"]
     limit = f"cluster.worker_memory_bytes={int(peak / 0.95)}"
     run = adapting(tmp_path, "tight", *job, limit, "adapt.apply=[recompute]")
@@ -112,10 +115,9 @@ PLANTED = {
 
 @pytest.mark.parametrize("kind", list(PLANTED))
 def test_a_planted_bottleneck_is_removed(tmp_path: Path, kind: str) -> None:
-    job = ("steps=300", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
+    job = ("steps=200", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
     run = adapting(tmp_path, kind, *job, "model.layers=6", f"adapt.apply=[{kind}]")
-    first_remesh = run.summary["generations"][1]["start_step"]
-    before_s, after_s = run.step_s(5, first_remesh), run.step_s(run.last_start() + 5, 300)
+    before_s, after_s = run.told[0]["data"]["before_s"], run.step_s(run.last_start() + 5, 200)
     print(f"{kind}: {before_s:.4f} s a step, then {after_s:.4f} s ({' → '.join(run.layouts)})")
     assert run.decisions == [("apply", kind), ("kept", kind)]
     assert after_s < 0.9 * before_s
@@ -126,7 +128,7 @@ def test_a_change_that_hurts_is_taken_back(tmp_path: Path) -> None:
     run = adapting(
         tmp_path,
         "hurts",
-        *("steps=150", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
+        *("steps=120", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
         *("layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=4"),
         chaos=[slow(rank, 0.1) for rank in (1, 2, 3)],
     )

@@ -58,7 +58,9 @@ class PlanReport:
         table: the best layouts, the one to run first.
         rejected: layouts that lost or do not fit, with the reason.
         by_rank: memory by cause of every pipeline rank, in bytes.
-        purchases: what the next node and the next tenth of memory would buy.
+        purchases: what the next node and the next tenth of memory would buy in seconds; none under a goal
+            that is not seconds.
+        reason: why the layout to run comes first, under a goal that is not seconds.
         seconds: that the search took.
         costed: candidates whose cost was computed.
     """
@@ -73,6 +75,7 @@ class PlanReport:
     purchases: tuple[Purchase, ...]
     seconds: float
     costed: int
+    reason: str = ""
 
     @property
     def best(self) -> PlannedStep:
@@ -112,6 +115,7 @@ class PlanReport:
             },
             "routes": [route._asdict() for route in self.routes()],
             "best": [self._row(step) for step in self.table],
+            "reason": self.reason,
             "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in self.rejected],
             "buys": [
                 {"what": one.what, "step_s": one.step_s, "layout": str(one.layout)} for one in self.purchases

@@ -18,7 +18,8 @@ SomeConfig = Annotated[
     str | None, typer.Argument(help="a YAML file, or the name of a packaged recipe; left out with --validate")
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="also write the result to this file, as JSON", metavar="FILE")
+    str | None,
+    typer.Option("--json", metavar="FILE", help="also write the result to FILE, as JSON; - is stdout, alone"),
 ]
 HARDWARE = "h100-80g"
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")]
@@ -96,7 +97,7 @@ def plan(
 
     Example: picotron-ray plan llama-3-8b --gpus 64 --hardware h100-80g
     """
-    with reported(False):
+    with reported(json_file == "-"):
         if validate:
             _check_alone(config, dry_run)
             _validate(json_file)
@@ -202,7 +203,7 @@ def analyse(
 
     Example: picotron-ray analyse llama-3-8b --gpus 64
     """
-    with reported(False):
+    with reported(json_file == "-"):
         from picotron_ray.planner.analysis import analyse as analysed
         from picotron_ray.planner.hardware import hardware as named
         from picotron_ray.planner.plan_text import analysis_lines
@@ -226,7 +227,7 @@ def _of_folder(folder: Path, overrides: list[str]) -> tuple[Any, dict[str, int]]
     return parse_job(raw, overrides), bytes_by_dtype(folder)
 
 
-def _validate(json_file: Path | None) -> None:
+def _validate(json_file: str | None) -> None:
     from picotron_ray.planner.plan_text import memory_validation_lines, validation_lines
     from picotron_ray.planner.published.memory import memory_dict, stage_memories
     from picotron_ray.planner.published.validate import validate
@@ -239,7 +240,7 @@ def _validate(json_file: Path | None) -> None:
 def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
     """The job of a config on so many devices, of which only the shape matters.
 
-    A data path that it leaves open is not missed, and its own worker counts do not count.
+    A data path that it leaves open is not missed, and its own worker counts and faults do not count.
     """
     from picotron_ray.config.load import load_job, read_source
 
@@ -248,12 +249,16 @@ def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
     named = any(word.partition("=")[0] in ("data.path", "data") for word in overrides)
     memmap = isinstance(data, dict) and data.get("source", "stdlib") != "stdlib"
     unread = ["data.path=unread"] if memmap and not given and not named else []
-    return load_job(config, [*overrides, *unread, f"cluster.max_workers={gpus}", "cluster.min_workers=1"])
+    alone = ["chaos=[]", f"cluster.max_workers={gpus}", "cluster.min_workers=1"]
+    return load_job(config, [*overrides, *unread, *alone])
 
 
-def _show(lines: Iterable[str], value: dict[str, Any], json_file: Path | None) -> None:
+def _show(lines: Iterable[str], value: dict[str, Any], json_file: str | None) -> None:
+    if json_file == "-":
+        print(json.dumps(value), flush=True)
+        return
     if json_file is not None:
-        _write(json_file, json.dumps(value, indent=1) + "\n", "--json")
+        _write(Path(json_file), json.dumps(value, indent=1) + "\n", "--json")
     for line in lines:
         print(line)
 

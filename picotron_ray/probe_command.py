@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import reported
+
+if TYPE_CHECKING:
+    from picotron_ray.planner.hardware_profile import HardwareProfile
 
 RUN = "probe"
 BUDGET_S = 60.0
@@ -18,7 +22,12 @@ BUDGET_S = 60.0
 def probe(
     out: Annotated[
         Path | None,
-        typer.Option("--out", "--json", help="file for the profile; left out: printed", metavar="FILE"),
+        typer.Option(
+            "--out",
+            "--json",
+            help="file for the profile; left out: printed; - is stdout, alone",
+            metavar="FILE",
+        ),
     ] = None,
     workers: Annotated[
         int, typer.Option("--workers", min=1, help="workers at most, one on each GPU or CPU slot")
@@ -40,7 +49,8 @@ def probe(
 
     Example: picotron-ray probe --workers 2 --out here.json
     """
-    with reported(False):
+    alone = str(out) == "-"
+    with reported(alone):
         from picotron_ray.config.load import parse_job
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
@@ -62,14 +72,26 @@ def probe(
         with without_rays_messages():
             from picotron_ray.runtime.hardware_probe.door import measure_nodes
 
-            found = measure_nodes(job, budget_s, print, groups)
+            found = measure_nodes(job, budget_s, _to_stderr if alone else print, groups)
+    _show(found, out, alone)
+
+
+def _show(found: HardwareProfile, out: Path | None, alone: bool) -> None:
+    if alone:
+        print(found.model_dump_json(), flush=True)
+        return
     text = found.model_dump_json(indent=1)
     if out is None:
         print(text)
     else:
         out.write_text(text + "\n", encoding="utf-8")
-    for line in (*found.outliers, *found.cuts):
+    links = [f"a message over {link}: {fit}" for link, fit in found.links().items()] if out else []
+    for line in (*links, *found.outliers, *found.cuts):
         print(line)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _text_of(path: Path) -> str:

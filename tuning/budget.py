@@ -1,19 +1,28 @@
 """The budget of a study: worker hours and wall time, over all its launches.
 
 One object is both Ray Tune's stopper and its callback: a callback hears of trials that fail without a
-report, and Tune keeps its state with the experiment.
+report, and Tune keeps its state with the experiment. When Tune restores an experiment it unpickles a stopper
+of its own, beside the callback: that is the process's present budget, whatever was pickled.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.tune import Callback, Stopper
+from ray.tune.stopper import NoopStopper
 
 from tuning.spaces import LAYOUT
 from tuning.study_options import StudyOptions
+
+_PRESENT: list[Stopper] = []
+
+
+def present() -> Stopper:
+    """The budget that this process made last."""
+    return _PRESENT[0] if _PRESENT else NoopStopper()
 
 
 class StudyBudget(Stopper, Callback):
@@ -33,9 +42,10 @@ class StudyBudget(Stopper, Callback):
         self._most_s = options.wall_s or float("inf")
         self._worker_s = self._wall_s = 0.0
         self._seen: float | None = None  # monotonic, of this process
+        _PRESENT[:] = [self]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}
+    def __reduce__(self) -> tuple[Callable[[], Stopper], tuple[()]]:
+        return present, ()
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False

@@ -16,6 +16,8 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from picotron_ray.config.json_schema import allowed
+from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
@@ -60,7 +62,10 @@ Axes = Annotated[
 Keep = Annotated[bool, typer.Option("--keep-weights", help="leave the commits of ended trials in storage")]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="write what results.json holds to this file")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="write what results.json holds to FILE; - is stdout, alone"),
+]
 
 
 @tune.command()
@@ -170,8 +175,9 @@ def lr(
 
 def _run(kind: str, asked: dict[str, Any]) -> None:
     """A study from words to files; everything is refused before Ray is started."""
-    target = asked.pop("json_file")
-    with reported(False):
+    json_file = asked.pop("json_file")
+    alone, target = json_file == "-", Path(json_file) if json_file not in (None, "-") else None
+    with reported(alone):
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
         from picotron_ray.runtime.driver.resolve_job import PATHS, resolve_words
         from picotron_ray.runtime.driver.submission import current
@@ -185,10 +191,12 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
             raise ConfigError(f"--concurrent: saw {concurrent}, expected at least 1, or leave it out")
         asked["name"] = asked["name"] or f"{written.job.name}-{kind}"
         options = _options({**asked, "kind": kind})
-        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        console = Console(file=sys.stderr if alone else sys.stdout, highlight=False, soft_wrap=True)
         with without_rays_messages():
             found = run(written.job, options, words or [], concurrent, console, written.relative_url)
-        if target:
+        if alone:
+            print(json.dumps(found), flush=True)
+        elif target:
             target.write_text(json.dumps(found, indent=1))
 
 
@@ -209,12 +217,14 @@ def _options(values: dict[str, Any]) -> StudyOptions:
     try:
         return StudyOptions.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(*(_mistake(each) for each in error.errors())) from None
+        raise ConfigError(*(mistake(StudyOptions, each) for each in error.errors())) from None
 
 
-def _mistake(found: Any) -> str:
-    option = str(found["loc"][0]).replace("_", "-")
-    return f"--{option}: saw {found['input']!r}: {found['msg']}"
+def mistake(options: type[Section], found: Any) -> str:
+    """One line about an option that pydantic refuses."""
+    key = str(found["loc"][0])
+    takes = allowed(options.model_json_schema()["properties"][key])
+    return f"--{key.replace('_', '-')}: saw {found['input']!r}, expected {takes}"
 
 
 def run(

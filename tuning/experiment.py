@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ class Experiment:
                     " command resumes it"
                 ) from error
             finally:
-                for callback in _config_of(tuner).callbacks or ():
+                for callback in config_of(tuner).callbacks or ():
                     if isinstance(callback, LiveTable):
                         callback.close()
 
@@ -112,19 +113,19 @@ class Experiment:
         trainable = tune.with_resources(
             tune.with_parameters(study_trial, study=self._shared()), {"cpu": DRIVER_CPUS}
         )
+        workers = {name: layout.world_size for name, layout in self.known.items()}
+        budget = StudyBudget(self.options, workers, self.job.cluster.max_workers, self.concurrent)
+        callbacks = self._callbacks(budget, count)
         if tune.Tuner.can_restore(f"{where}/{self.name}", storage_filesystem=remote):
-            kept = (f"{where}/{self.name}", trainable)
-            found = tune.Tuner.restore(*kept, storage_filesystem=remote)
-            if not any(map(storage_failed, trials_of(found.get_results()))):
-                return found
-            return tune.Tuner.restore(*kept, storage_filesystem=remote, resume_errored=True)
+            found = self._restored(f"{where}/{self.name}", trainable, remote)
+            config = config_of(found)
+            config.stop, config.callbacks = budget, callbacks
+            return found
         objective = parse_objective(self.options.objective)
         asked: dict[str, Any] = {}
         if len(objective.metrics) == 1:
             asked = {"metric": objective.metrics[0], "mode": objective.modes[0]}
         drawn = self.options.search in searchers.DRAWN
-        workers = {name: layout.world_size for name, layout in self.known.items()}
-        budget = StudyBudget(self.options, workers, self.job.cluster.max_workers, self.concurrent)
         return tune.Tuner(
             trainable,
             param_space=searchers.domains(self.space),
@@ -141,10 +142,27 @@ class Experiment:
                 storage_filesystem=remote,
                 failure_config=tune.FailureConfig(max_failures=RETRIES),
                 stop=budget,
-                callbacks=self._callbacks(budget, count),
+                callbacks=callbacks,
                 verbose=0,
             ),
         )
+
+    def _restored(self, path: str, trainable: Any, remote: Any) -> tune.Tuner:
+        """The experiment of an earlier launch; what storage made fail is to be tried again.
+
+        Raises:
+            ConfigError: this version cannot read it.
+        """
+        try:
+            found = tune.Tuner.restore(path, trainable, storage_filesystem=remote)
+        except (AttributeError, ImportError, TypeError, pickle.UnpicklingError) as error:
+            raise ConfigError(
+                f"name: the study {self.options.name!r} was begun by another version, whose state cannot be"
+                f" read here: {error}; resume it with that version, or choose another --name"
+            ) from error
+        if not any(map(storage_failed, trials_of(found.get_results()))):
+            return found
+        return tune.Tuner.restore(path, trainable, storage_filesystem=remote, resume_errored=True)
 
     def _callbacks(self, budget: StudyBudget, count: int) -> list[tune.Callback]:
         metrics = parse_objective(self.options.objective).metrics
@@ -172,12 +190,12 @@ class Experiment:
 
 
 def _spent(tuner: tune.Tuner) -> bool:
-    """Whether its budget ended the experiment; after a restore that is not the budget made here."""
-    budget = _config_of(tuner).stop
+    """Whether its budget ended the experiment."""
+    budget = config_of(tuner).stop
     return isinstance(budget, StudyBudget) and budget.stop_all()
 
 
-def _config_of(tuner: tune.Tuner) -> tune.RunConfig:
-    """The run config; after a restore its objects are not those made here."""
+def config_of(tuner: tune.Tuner) -> tune.RunConfig:
+    """The run config, as ``fit`` reads it."""
     assert tuner._local_tuner is not None, "the driver is no Ray client"
     return tuner._local_tuner.get_run_config()

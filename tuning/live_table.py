@@ -35,16 +35,17 @@ class LiveTable(Callback):
         self._live: Live | None = None
         self._began = self._next = time.monotonic()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Tune keeps callbacks with the experiment; a console is this process's.
-        return {"figures": self._figures, "count": self._count}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(Console(highlight=False, soft_wrap=True), **state)  # type: ignore[misc]
+    def __getstate__(self) -> None:
+        """Keep nothing: a study that is resumed makes its callbacks anew."""
 
     def setup(self, *args: Any, **info: Any) -> None:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=1 / EVERY_S, transient=True)
+            self._live = Live(
+                console=self._console,
+                refresh_per_second=1 / EVERY_S,
+                transient=True,
+                redirect_stdout=False,  # where Ray writes guesses at the cause of each worker that ends
+            )
             self._live.start()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:

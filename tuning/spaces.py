@@ -83,19 +83,26 @@ def feasible_layouts(
     return found if seeded else dict(sorted(found.items()))
 
 
-def named_axes(job: JobConfig) -> dict[str, Space]:
-    """Axes that a user may ask for by one word, for this job."""
+def named_axes(job: JobConfig, device: str = "") -> dict[str, Space]:
+    """Axes that a user may ask for by one word, for this job.
+
+    Args:
+        device: ``cuda`` leaves out the own algorithms of sums, which are gloo's; empty: the config's.
+    """
     length, batch = job.data.sequence_length, job.data.global_batch
     lengths = [size for size in (length, length // 2, 2 * length) if size]
     lengths = [size for size in lengths if not why_not(job, {SEQUENCE: size}, {})]
     sizes = [2**power for power in range(batch.bit_length())]
     schedules = [name for name in SCHEDULES if name != "custom"]
     ways = ("auto", "flat", "bucketed", "reduce-scatter", "hierarchical")
+    communication: Space = {"comm.gradients": Choice(ways)}
+    if (device or job.cluster.device) != "cuda":
+        communication["comm.topology"] = Choice(("auto", "ring", "tree", "mesh"))
     return {
         "micro-batch": {"layout.micro_batch": Choice(tuple(sizes))},
         "recompute": {"layout.recompute": Choice(("none", "selective", "full"))},
         "schedule": {SCHEDULE: Choice(tuple(schedules))},
-        "communication": {"comm.gradients": Choice(ways)},
+        "communication": communication,
         "kernels": {
             "kernels.projections": Choice(("separate", "fused")),
             "kernels.loss": Choice(("logits", "linear")),
@@ -195,8 +202,10 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> None:
 
 def _refuse_without_effect(job: JobConfig, point: Mapping[str, Any], layout: Layout) -> None:
     """Refuse a value that is one with the job's own in this layout: its trial would be another's again."""
-    alone = {SCHEDULE: layout.pp == 1, "comm.gradients": layout.dp * layout.cp == 1}
-    own = {SCHEDULE: job.layout.schedule, "comm.gradients": job.comm.gradients}
+    one_replica = layout.dp * layout.cp == 1
+    alone = {SCHEDULE: layout.pp == 1, "comm.gradients": one_replica, "comm.topology": one_replica}
+    comm = job.comm
+    own = {SCHEDULE: job.layout.schedule, "comm.gradients": comm.gradients, "comm.topology": comm.topology}
     for key, without in alone.items():
         if without and point.get(key, own[key]) != own[key]:
             raise ConfigError(f"{key}: saw {point[key]}, which changes nothing in {layout}")

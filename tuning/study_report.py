@@ -61,7 +61,9 @@ def parallel(
     for at, (name, values) in enumerate(columns):
         x = EDGE + at * gap
         parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{EDGE}" y2="{HEIGHT - EDGE}" stroke="#999"/>')
-        parts.append(f'<text x="{x:.0f}" y="30" text-anchor="middle">{html.escape(name)}</text>')
+        anchor = "start" if at == 0 else "end" if at == len(columns) - 1 else "middle"
+        head = f"{html.escape(name.rpartition('.')[2])}<title>{html.escape(name)}</title>"
+        parts.append(f'<text x="{x:.0f}" y="{30 - 14 * (at % 2)}" text-anchor="{anchor}">{head}</text>')
         ends = sorted(set(zip(heights[at], map(short, values), strict=True)))
         parts += [
             f'<text x="{x + 3:.0f}" y="{_y(share):.0f}">{html.escape(text)}</text>'
@@ -84,8 +86,20 @@ def scatter(rows: Sequence[Mapping[str, Any]], x: str, y: str, best: set[str]) -
         f"<title>{html.escape(as_line(row))}</title></circle>"
         for row, share, height in zip(done, across, up, strict=True)
     ]
-    label = f"{x} (right) and {y} (up)"
-    return _svg([*parts, f'<text x="{EDGE}" y="{HEIGHT - 10}">{html.escape(label)}</text>'])
+    right, bottom = WIDTH - EDGE, HEIGHT - EDGE
+    axes = [
+        f'<path d="M{EDGE},{EDGE} V{bottom} H{right}" fill="none" stroke="#999"/>',
+        f'<text x="{EDGE}" y="{EDGE - 10}">{html.escape(y)}</text>',
+        f'<text x="{right}" y="{HEIGHT - 10}" text-anchor="end">{html.escape(x)}</text>',
+    ]
+    for row, share in zip(done, across, strict=True):
+        if share in (min(across), max(across)):
+            place = f'x="{EDGE + share * (right - EDGE):.0f}" y="{bottom + 15}" text-anchor="middle"'
+            axes.append(f"<text {place}>{short(row[x])}</text>")
+    for row, height in zip(done, up, strict=True):
+        if height in (min(up), max(up)):
+            axes.append(f'<text x="{EDGE - 4}" y="{_y(height):.0f}" text-anchor="end">{short(row[y])}</text>')
+    return _svg([*axes, *parts])
 
 
 def _places(values: Sequence[Any]) -> list[float]:

@@ -23,7 +23,7 @@ def space_of(
     Raises:
         ConfigError, LayoutError: nothing fits, or an axis is not understood.
     """
-    given = spaces.parse_space(words, spaces.named_axes(job))
+    given = spaces.parse_space(words, spaces.named_axes(job, device))
     if options.kind == "layout":
         return _layout_space(job, options, given, device or job.cluster.device)
     if options.kind == "batch":

@@ -25,6 +25,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import AsJson, Config, Overrides, reported
 from tuning import plan
+from tuning.commands import mistake
 from tuning.connected import QUIET, connected
 from tuning.notes import refuse_another
 from tuning.plan import SweepOptions
@@ -77,10 +78,9 @@ def _options(micro_batches: str, **values: Any) -> SweepOptions:
         sizes = tuple(int(size) for size in micro_batches.split(",") if size.strip())
         return SweepOptions(micro_batches=sizes, **values)
     except ValidationError as error:
-        lines = [f"{d['loc'][0]}: saw {d['input']!r}: {d['msg']}" for d in error.errors()]
-        raise ConfigError(*lines) from None
+        raise ConfigError(*(mistake(SweepOptions, each) for each in error.errors())) from None
     except ValueError:
-        raise ConfigError(f"micro_batches: saw {micro_batches!r}, expected numbers as in 4,8") from None
+        raise ConfigError(f"--micro-batches: saw {micro_batches!r}, expected numbers as in 4,8") from None
 
 
 def run(

@@ -94,11 +94,8 @@ class GivenBack(Callback):
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_job": self._job, "_study": self._study}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_job"], state["_study"])  # type: ignore[misc]
+    def __getstate__(self) -> None:
+        """Keep nothing: a study that is resumed makes its callbacks anew."""
 
     def setup(self, *args: Any, **info: Any) -> None:
         self._thread = threading.Thread(target=self._work, name="given-back", daemon=True)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from picotron_ray.config.settings import with_settings
+from picotron_ray.coordinator.adaptation_offers import answered, awaits, question_of, suggested
 from picotron_ray.coordinator.adaptation_state import AdaptState, Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.messages import Adapted, LayoutQuestion, Measured, RunFigures
+from picotron_ray.coordinator.messages import Adapted, Measured, RunFigures
 from picotron_ray.coordinator.messages.figures import Bottleneck
 from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
@@ -32,28 +32,18 @@ from picotron_ray.coordinator.policies.adaptation import (
     settled,
     waits_until,
 )
-from picotron_ray.coordinator.policies.balance import rows_suggestion, stages_suggestion
 from picotron_ray.coordinator.policies.bottleneck import (
-    ANSWERS,
     Found,
     bottlenecks,
     memory_is_short,
+    own_s,
     reduce_s,
     slow_replicas,
 )
-from picotron_ray.coordinator.policies.suggestions import (
-    RELEASED,
-    Scene,
-    Suggestion,
-    settings_suggestions,
-)
 from picotron_ray.planner.calibration import Calibration, bounded
-from picotron_ray.planner.memory import memory_estimate
 
 ADAPT = "adapt"
 """Kind of the alerts that tell decisions."""
-NOT_SEEN = "what passes wait for is not measured on this device at this layout, so neither are slow replicas"
-"""Why nothing is done where all that was measured is in order."""
 PATIENCE_S = 60.0
 """Longest wait for the planner's answers to suggestions."""
 SLOW_STEPS = 50
@@ -66,6 +56,7 @@ MOST_TOLD = 32
 NOT_SEEN = (
     "on this device passes wait for other ranks unseen at this layout, so slow replicas are not measured"
 )
+"""Why nothing is done where all that was measured is in order."""
 NOTICED = 1.1
 """Factor by which a calibration must change before the planner is asked by the new one."""
 
@@ -78,20 +69,24 @@ def adapt(memory: MachineMemory) -> str | None:
     if measured is None or not _may_look(memory, state, measured):
         return None
     figures = measured.figures
-    if state.asked_at is None:
+    asked = state.asked
+    if asked is None:
         state = _seen(memory, state, measured)
-    trial = memory.adapted[-1] if memory.adapted else None
-    if trial is not None and trial.verdict == "trial":
-        return _judged(memory, trial, figures)
-    if 0 < state.unsteady <= MOST_UNSTEADY and not memory_is_short(figures):
+        trial = memory.adapted[-1] if memory.adapted else None
+        if trial is not None and trial.verdict == "trial":
+            return _judged(memory, trial)
+        if 0 < state.unsteady <= MOST_UNSTEADY and not memory_is_short(figures):
+            return None
+        slow = slow_enough(state, figures)
+        asked = suggested(memory, figures, [*bottlenecks(figures, slow), *_told(state)], slow)
+    elif asked.plans == memory.plans.known and memory.now - asked.at < PATIENCE_S:
         return None
-    found = [*bottlenecks(figures, _slow_enough(state, figures)), *_told(state)]
-    offers = _offers(memory, figures, found)
-    if offers is None:
-        memory.adaptation = replace(state, asked_at=memory.now if state.asked_at is None else state.asked_at)
+    if awaits(memory, asked) and memory.now - asked.at < PATIENCE_S:
+        memory.adaptation = replace(state, asked=replace(asked, plans=memory.plans.known))
         return None
-    memory.adaptation = replace(state, asked_at=None, findings=())
-    return _chosen(memory, figures, found, offers)
+    later = tuple(one for one in state.findings if one not in asked.reports)
+    memory.adaptation = replace(state, asked=None, findings=later)
+    return _chosen(memory, asked.figures, list(asked.found), answered(memory, asked))
 
 
 def _may_look(memory: MachineMemory, state: AdaptState, measured: Measured) -> bool:
@@ -101,7 +96,7 @@ def _may_look(memory: MachineMemory, state: AdaptState, measured: Measured) -> b
         return False
     if not _undisturbed(memory):
         return False
-    if state.asked_at is not None:
+    if state.asked is not None:
         return True
     new = (measured.generation, measured.figures.last_step) != state.looked
     return new and measured.figures.steps > 0 and memory.now - state.looked_at >= config.interval_s
@@ -116,6 +111,10 @@ def _seen(memory: MachineMemory, state: AdaptState, measured: Measured) -> Adapt
     figures = measured.figures
     since_looked = state.looked is not None and state.looked[0] == measured.generation
     since = dict(state.slow) if since_looked else {}
+    assert memory.spec is not None
+    before = state.looked[1] if since_looked and state.looked else memory.spec.resume_step
+    new = max(0, min(figures.steps, figures.last_step - before))
+    measured_before, measured_s = (state.measured, state.measured_s) if since_looked else (0, 0.0)
     first = figures.last_step - figures.steps
     slow = tuple((at, since.get(at, first)) for at in slow_replicas(figures.replica_row_s))
     steady = not state.looked_s or not since_looked or abs(figures.step_s / state.looked_s - 1) <= UNSTEADY
@@ -126,26 +125,21 @@ def _seen(memory: MachineMemory, state: AdaptState, measured: Measured) -> Adapt
         looked=(measured.generation, figures.last_step),
         looked_at=memory.now,
         slow=slow,
+        measured=measured_before + new,
+        measured_s=measured_s + new * own_s(figures),
         calibration=_calibration(memory, state.calibration, figures),
     )
     return state
 
 
-def _slow_enough(state: AdaptState, figures: RunFigures) -> list[int]:
+def slow_enough(state: AdaptState, figures: RunFigures) -> list[int]:
+    """Replicas that have been slow for long enough."""
     return [at for at, since in state.slow if figures.last_step - since >= SLOW_STEPS]
 
 
 def _told(state: AdaptState) -> Iterator[Found]:
     for finding in state.findings:
         yield Found(finding.bottleneck, f"{finding.text} ({finding.source})")
-
-
-# --- what a change promises -------------------------------------------------------------------------
-
-
-def _question(memory: MachineMemory, calibration: Calibration) -> LayoutQuestion:
-    members = memory.living_members()
-    return replace(memory.question(members, len(members)), calibration=calibration)
 
 
 def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures) -> Calibration:
@@ -155,7 +149,7 @@ def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures
     may exist; else both factors change alike. What waits for data, copies and other ranks counts for neither.
     """
     assert memory.spec is not None
-    question = _question(memory, before)
+    question = question_of(memory, before)
     estimated_s, estimated_reduce_s = memory.plans.cost(memory.spec.layout, question)
     measured = reduce_s(figures)
     waits = sum(figures.phase_s.get(phase, 0.0) for phase in ("data", "snapshot", "sync"))
@@ -175,76 +169,6 @@ def _calibration(memory: MachineMemory, before: Calibration, figures: RunFigures
 
 def _times(before: Calibration, compute: float, links: float) -> Calibration:
     return replace(before, compute=before.compute * compute, communication=before.communication * links)
-
-
-def _offers(memory: MachineMemory, figures: RunFigures, found: list[Found]) -> list[Offer] | None:
-    """Suggestions with what they promise; None while the planner's answer to one is awaited."""
-    assert memory.spec is not None
-    state = memory.adaptation
-    question = _question(memory, state.calibration)
-    now_s, _ = memory.plans.cost(memory.spec.layout, question)
-    offers, waiting = [], False
-    patient = state.asked_at is None or memory.now - state.asked_at < PATIENCE_S
-    for suggestion in _suggestions(memory, figures, question, found):
-        if suggestion.question is not None and not memory.plans.look_up(suggestion.question):
-            waiting = waiting or suggestion.question not in memory.plans.failed
-            continue
-        offer = _offer(memory, suggestion, question, now_s)
-        if offer is not None:
-            offers.append(offer)
-    return None if waiting and patient else offers
-
-
-def _suggestions(
-    memory: MachineMemory, figures: RunFigures, question: LayoutQuestion, found: list[Found]
-) -> Iterator[Suggestion]:
-    assert memory.spec is not None
-    job, layout, apply = memory.job, memory.spec.layout, memory.job.adapt.apply
-    gpus = any(node.has_gpus for node in memory.roster.nodes.values())
-    estimate = memory_estimate(with_settings(job, memory.settings), layout).total_bytes
-    spares = [one for one in memory.roster.usable() if one.name not in memory.adaptation.avoid]
-    everyone = None
-    if spares:
-        asked = memory.question([*memory.living_members(), *spares], job.cluster.max_workers)
-        everyone = replace(asked, calibration=question.calibration)
-    scene = Scene(job, layout, memory.settings, figures, question, estimate, gpus, len(spares), everyone)
-    wanted = list(dict.fromkeys(kind for one in found for kind in ANSWERS[one.bottleneck] if kind in apply))
-    by_settings = [kind for kind in wanted if kind not in ("rows", "stages")]
-    if any(one.bottleneck == "memory" for one in found):  # nothing is tried that may take more of it
-        kinds = [kind for kind in ANSWERS["memory"] if kind in apply]
-        yield from settings_suggestions(scene, kinds, for_memory=True)
-        by_settings = [kind for kind in by_settings if kind not in RELEASED]
-    yield from settings_suggestions(scene, by_settings)
-    if "rows" in wanted:
-        slow = _slow_enough(memory.adaptation, figures)
-        yield from rows_suggestion(scene, slow, memory.spec.members)
-    if "stages" in wanted:
-        yield from stages_suggestion(scene)
-
-
-def _offer(
-    memory: MachineMemory, suggestion: Suggestion, question: LayoutQuestion, now_s: float
-) -> Offer | None:
-    """Find what a suggestion promises, by the planner's answer or by the cost of its settings."""
-    assert memory.spec is not None
-    layout, cost_s = suggestion.layout, now_s
-    if suggestion.question is not None:
-        plan = memory.plans.answers[suggestion.question]
-        if plan is None:
-            return None
-        layout, cost_s = plan.layout, plan.cost_s
-    elif layout is not None and suggestion.saves is None:
-        cost_s, _ = memory.plans.cost(layout, replace(question, settings=suggestion.settings))
-    assert layout is not None
-    same = layout == memory.spec.layout and suggestion.settings == memory.settings
-    if same and not suggestion.avoid:
-        return None
-    if suggestion.saves is not None:
-        return Offer(suggestion, layout, suggestion.saves)
-    known = 0 < now_s < float("inf") and cost_s < float("inf")
-    if suggestion.strike is not None:
-        return Offer(suggestion, layout, 1 - cost_s / now_s if known else 0.0)
-    return Offer(suggestion, layout, 1 - cost_s / now_s) if known else None
 
 
 # --- what is done -----------------------------------------------------------------------------------
@@ -281,32 +205,32 @@ def _chosen(
 def _leave_for(memory: MachineMemory, figures: RunFigures, offer: Offer, seen: str) -> str:
     suggestion, strike = offer.suggestion, offer.suggestion.strike
     target = f"{FOR_MEMORY if strike else ''}{offer.target}"
-    record = Adapted(offer.kind, target, "trial", offer.gain, figures.step_s)
+    before_s = own_s(figures)
+    record = Adapted(offer.kind, target, "trial", offer.gain, before_s, avoid=suggestion.avoid)
     reason = f"{REASON}{offer.kind} for {seen}: {offer.layout}"
     memory.adaptation = replace(
         memory.adaptation,
-        change=Change(record, offer.layout, suggestion.settings, strike, suggestion.avoid, reason),
+        change=Change(record, offer.layout, suggestion.settings, strike, reason),
     )
     text = f"{offer.kind}: {offer.target} is to save {100 * offer.gain:.1f} % of a step, for {seen}"
     data = {"action": "apply", "change": offer.kind, "target": target, "gain": offer.gain, "why": seen}
-    memory.alert("info", ADAPT, text, **data, before_s=figures.step_s, step=memory.seen_step)
+    memory.alert("info", ADAPT, text, **data, before_s=before_s, step=memory.seen_step)
     return reason
 
 
-def _judged(memory: MachineMemory, trial: Adapted, figures: RunFigures) -> str | None:
+def _judged(memory: MachineMemory, trial: Adapted) -> str | None:
     """Keep the change under trial, or leave to take it back."""
-    assert memory.spec is not None
-    verdict, said = judge(
-        trial, figures.step_s, figures.last_step - memory.spec.resume_step, memory.job.adapt
-    )
+    state = memory.adaptation
+    after_s = state.measured_s / state.measured if state.measured else 0.0
+    verdict, said = judge(trial, after_s, state.measured, memory.job.adapt)
     if verdict == "wait":
         return None
-    done = replace(trial, verdict=verdict, after_s=figures.step_s)
+    done = replace(trial, verdict=verdict, after_s=after_s)
     text = f"{trial.kind} is {'kept' if verdict == 'kept' else 'taken back'}: {said}"
     data: dict[str, object] = {"action": verdict, "change": trial.kind, "target": trial.target}
     data["gain"] = trial.expected
     level = "info" if verdict == "kept" else "warning"
-    data |= {"began": began_of(trial), "before_s": trial.before_s, "after_s": figures.step_s}
+    data |= {"began": began_of(trial), "before_s": trial.before_s, "after_s": after_s}
     memory.alert(level, ADAPT, text, **data, step=memory.seen_step)  # type: ignore[arg-type]
     if verdict == "kept" or trial.layout is None:
         memory.adapted = (*memory.adapted[:-1], settled(done))
@@ -319,7 +243,7 @@ def _take_back(memory: MachineMemory, hurt: Adapted, why: str) -> str:
     """Set the layout and settings of before a change, for the next generation."""
     assert hurt.layout is not None
     reason = f"{REASON}{hurt.kind} is taken back: {why}"
-    change = Change(settled(hurt), hurt.layout, hurt.settings, None, (), reason)
+    change = Change(settled(hurt), hurt.layout, hurt.settings, None, reason)
     memory.adaptation = replace(memory.adaptation, change=change)
     return reason
 

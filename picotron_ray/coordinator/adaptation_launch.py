@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from picotron_ray.config.settings import with_settings
+from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.adaptation import ADAPT
 from picotron_ray.coordinator.adaptation_state import Change
 from picotron_ray.coordinator.machine_memory import MachineMemory
@@ -16,15 +18,19 @@ from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.adaptation import (
     FOR_MEMORY,
     HOUR_S,
+    avoided,
     began_of,
     owed,
     remembered,
     settled,
 )
+from picotron_ray.coordinator.policies.balance import evened, is_uneven, rows_for
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.precedence import Concern, concern_of
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import memory_estimate
 
 OWN_FAULT = (
     FailureKind.FAILED,
@@ -83,7 +89,8 @@ def changed_choice(
     change = memory.adaptation.change
     if change is None:
         return None
-    able = without_slow(usable, {*memory.adaptation.avoid, *change.avoid}, change.layout.world_size)
+    able = [worker for worker in usable if worker.name not in change.record.avoid]
+    able = without_slow(able, avoided(memory.adapted, memory.roster.workers), change.layout.world_size)
     if len(able) < change.layout.world_size:
         return None
     return ReadyPlan(change.layout, 0.0, change.reason), able
@@ -95,20 +102,64 @@ def without_slow(usable: list[RosterWorker], slow: set[str], needed: int) -> lis
     return others if len(others) >= needed else usable
 
 
-def fitting(choice: ReadyPlan, members: tuple[Member, ...], before: tuple[Member, ...]) -> ReadyPlan:
-    """The choice with even rows where its members are not those whose speed was measured."""
-    uneven = choice.layout.replica_rows or choice.layout.stage_blocks
-    if not uneven or members == before:
+def carried(memory: MachineMemory, choice: ReadyPlan, members: tuple[Member, ...]) -> ReadyPlan:
+    """The choice with rows and blocks by speed for these members, where they were shared out so before.
+
+    Rows follow the survivors, and newcomers count as usual. Blocks stay where all members do.
+    """
+    spec = memory.spec
+    source = choice.layout if is_uneven(choice.layout) or spec is None else spec.layout
+    if spec is None or not is_uneven(source):
         return choice
-    return replace(choice, layout=replace(choice.layout, replica_rows=(), stage_blocks=()))
+    alike = all(getattr(source, axis) == getattr(choice.layout, axis) for axis in ("tp", "pp", "cp", "ep"))
+    if not alike or choice.layout.placement:
+        return replace(choice, layout=evened(choice.layout))
+    layout = _as_wide(memory, evened(choice.layout), source)
+    if members == spec.members and layout.dp == source.dp:
+        blocks = source.stage_blocks if source.virtual_stages == layout.virtual_stages else ()
+        layout = replace(layout, replica_rows=source.replica_rows, stage_blocks=blocks)
+    elif source.replica_rows:
+        names, before = [one.worker for one in members], [one.worker for one in spec.members]
+        layout = rows_for(layout, names, source, before, memory.job.data.global_batch)
+    if layout_problems(with_settings(memory.job, memory.settings), layout):
+        layout = evened(choice.layout)
+    return replace(choice, layout=layout)
+
+
+def _as_wide(memory: MachineMemory, layout: Layout, source: Layout) -> Layout:
+    """The layout with the micro-batch that rows were shared out in, where memory is known to have room."""
+    wide = replace(layout, micro_batch=source.micro_batch)
+    limit = min((strike.limit_bytes for strike in memory.struck), default=0)
+    estimate = memory_estimate(with_settings(memory.job, memory.settings), wide).total_bytes
+    return layout if limit and estimate > limit else wide
+
+
+def forget_lost(memory: MachineMemory, layout: Layout) -> None:
+    """Forget changes of rows or blocks that the next layout does without: they may be made anew at once."""
+    before = None if memory.spec is None else memory.spec.layout
+    if before is None:
+        return
+    lost = {
+        kind
+        for kind, had, has in (
+            ("rows", before.replica_rows, layout.replica_rows),
+            ("stages", before.stage_blocks, layout.stage_blocks),
+        )
+        if had and not has
+    }
+    memory.adapted = tuple(
+        one for one in memory.adapted if one.kind not in lost or one.verdict != "kept" or one.avoid
+    )
 
 
 def begin_change(memory: MachineMemory, choice: ReadyPlan) -> None:
     """Have the generation that is launched run with the change's settings, and be judged."""
     state, change = memory.adaptation, memory.adaptation.change
-    memory.adaptation = replace(state, change=None, asked_at=None, slow=(), findings=())
+    memory.adaptation = replace(state, change=None, asked=None, slow=(), findings=())
     if (hurt := owed(memory.adapted)) is not None:
         memory.adapted = (*memory.adapted[:-1], settled(hurt))
+    if change is None or choice.reason != change.reason:
+        forget_lost(memory, choice.layout)
     if change is None:
         return
     if choice.reason != change.reason:
@@ -116,9 +167,7 @@ def begin_change(memory: MachineMemory, choice: ReadyPlan) -> None:
         return
     before = memory.spec.layout if memory.spec is not None else None
     recent = tuple(at for at in state.times if memory.now - at < HOUR_S)
-    memory.adaptation = replace(
-        memory.adaptation, times=(*recent, memory.now), avoid=(*state.avoid, *change.avoid)
-    )
+    memory.adaptation = replace(memory.adaptation, times=(*recent, memory.now))
     if change.record.verdict == "trial":
         began = GenerationId(memory.term, memory.generations)
         record = replace(change.record, layout=before, settings=memory.settings, began=began)

@@ -98,9 +98,8 @@ def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:
         if silent is None:
             return
         was, workers = silent
-        back = m.NodeJoined(
-            event.node, was.capacity, device_bytes=was.device_bytes, domain=was.domain, has_gpus=was.has_gpus
-        )
+        known = {name: getattr(was, name) for name in ("device_bytes", "domain", "has_gpus", "hardware")}
+        back = m.NodeJoined(event.node, was.capacity, **known)
         node_joined(memory, back)
         for name in workers:
             memory.roster.workers[name] = RosterWorker(name, event.node, "busy", memory.now)

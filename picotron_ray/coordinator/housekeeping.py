@@ -11,6 +11,7 @@ from picotron_ray.coordinator.messages import KillWorker, NodeJoined, StartWorke
 from picotron_ray.coordinator.out_of_memory import exit_kind
 from picotron_ray.coordinator.planning import better_plan
 from picotron_ray.coordinator.policies import scale_up
+from picotron_ray.coordinator.policies.adaptation import avoided
 from picotron_ray.coordinator.policies.membership import starts
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.rescues import forget_rescues
@@ -209,7 +210,7 @@ def _drains(memory: MachineMemory) -> str | None:
 
 def _grows(memory: MachineMemory) -> str | None:
     assert memory.spec is not None
-    slow = memory.adaptation.avoid
+    slow = avoided(memory.adapted, memory.roster.workers)
     idle = memory.roster.usable() if memory.roster.in_state("idle") else []
     spares = [worker for worker in idle if worker.name not in slow]
     if not spares or memory.cap is not None or not memory.job.elastic.grow or not memory.progressed:

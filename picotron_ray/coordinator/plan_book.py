@@ -121,6 +121,11 @@ class PlanBook:
         self.changes += 1
         self.missed = [one for one in self.missed if one != question]
 
+    @property
+    def known(self) -> tuple[int, int]:
+        """Counters that change with every answer, and with every one that failed."""
+        return self.changes, len(self.failed)
+
     def stand_in(self, question: LayoutQuestion, running: Layout | None) -> ReadyPlan | None:
         """The cheapest layout that is known to fit without an answer; None where none is."""
         found = self.default(running, *fields_of(question))

@@ -10,8 +10,8 @@ from typing import Literal
 from picotron_ray.config.settings import replaced_by
 from picotron_ray.coordinator.adaptation_launch import (
     begin_change,
+    carried,
     changed_choice,
-    fitting,
     settle_change,
     without_slow,
 )
@@ -31,6 +31,7 @@ from picotron_ray.coordinator.messages import (
 )
 from picotron_ray.coordinator.out_of_memory import given_up
 from picotron_ray.coordinator.plan_book import ReadyPlan
+from picotron_ray.coordinator.policies.adaptation import avoided
 from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
@@ -249,11 +250,11 @@ def pick(memory: MachineMemory) -> tuple[ReadyPlan, tuple[Member, ...]] | None:
         return None
     choice, able = found
     previous = () if memory.spec is None else memory.spec.members
-    able = without_slow(able, set(memory.adaptation.avoid), choice.layout.world_size)
+    able = without_slow(able, avoided(memory.adapted, memory.roster.workers), choice.layout.world_size)
     members = choose_members(able, choice.layout.world_size, previous)
     domains = {node.name: node.domain for node in memory.roster.nodes.values() if node.domain}
     placed = spread(members, choice.layout, domains)
-    return fitting(choice, placed, previous), placed
+    return carried(memory, choice, placed), placed
 
 
 def _launch(

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from picotron_ray.errors import ConfigError
 
@@ -96,6 +96,17 @@ def busy_lines(by_host: Mapping[str, GpuInventory]) -> list[str]:
         for gpu in found.gpus
         if gpu.busy
     ]
+
+
+def slowest_link(found: GpuInventory) -> Literal["loopback", "nvlink", "pcie"]:
+    """The slowest link that a group of all GPUs of a machine goes over; loopback where it has none.
+
+    >>> slowest_link(GpuInventory((), (), ()))
+    'loopback'
+    """
+    if not found.gpus:
+        return "loopback"
+    return "nvlink" if any(len(group) == len(found.gpus) for group in found.nvlink) else "pcie"
 
 
 LINKED = ("nvlink", "pcie")

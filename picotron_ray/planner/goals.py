@@ -15,11 +15,12 @@ from typing import Literal, get_args
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.after_loss import after_loss_s, devices_left, said_after
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.memory_causes import memory_by_cause
-from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, for_devices, plan
+from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, plan
 from picotron_ray.planner.refusal import lean_layouts
 from picotron_ray.planner.search import distinct
 
@@ -139,11 +140,27 @@ def run_estimate(report: PlanReport, goal: Goal) -> RunEstimate | None:
 
 
 def run_seconds(report: PlanReport, goal: Goal) -> float:
-    """Seconds of the whole run: its steps, and what its interruptions cost (half a step is lost each)."""
+    """Seconds of the whole run: its steps, and what its interruptions cost (half a step is lost each).
+
+    They come all the while, also as one is recovered from. So a share of each second is lost; infinite where
+    it is all.
+    """
     step_s = report.best.cost.total_s
-    bare = goal.tokens / report.tokens_per_s(step_s)
-    interruptions = goal.interruptions * report.gpus * bare / 3600
-    return bare + interruptions * (RECOVERY_S + step_s / 2)
+    lost = goal.interruptions * report.gpus / 3600 * _interruption_s(report)
+    return goal.tokens / report.tokens_per_s(step_s) / (1 - lost) if lost < 1 else math.inf
+
+
+def _interruption_s(report: PlanReport) -> float:
+    return RECOVERY_S + report.best.cost.total_s / 2
+
+
+def said_hours(hours: float) -> str:
+    """A run's time in words.
+
+    >>> said_hours(36.25), said_hours(2480.0)
+    ('36.2 h', '2,480.0 h (103 days)')
+    """
+    return f"{hours:,.1f} h" + (f" ({hours / 24:,.0f} days)" if hours >= 72 else "")
 
 
 def plan_for(
@@ -160,24 +177,35 @@ def plan_for(
     if goal.name == "throughput":
         found = plan(job, gpus, hardware, clock=clock)
     elif goal.name == "memory":
-        found = _leanest(plan(job, gpus, hardware, clock=clock))
+        found = _leanest(plan(job, gpus, hardware, buys=False, clock=clock))
     else:
-        found = _reordered(plan(job, gpus, hardware, keep=CANDIDATES, clock=clock), goal)
+        found = _reordered(plan(job, gpus, hardware, keep=CANDIDATES, buys=False, clock=clock), goal)
     _check_deadline(found, goal)
     return found
 
 
 def _check_deadline(found: PlanReport, goal: Goal) -> None:
-    if goal.tokens and run_seconds(found, goal) > goal.deadline_s:
+    if goal.tokens and not _timely(found, goal):
         raise ConfigError(_too_late(found, goal))
 
 
+def _timely(found: PlanReport, goal: Goal) -> bool:
+    return math.isfinite(seconds := run_seconds(found, goal)) and seconds <= goal.deadline_s
+
+
 def _too_late(found: PlanReport, goal: Goal) -> str:
-    hours = run_seconds(found, goal) / 3600
+    seconds = run_seconds(found, goal)
+    if math.isinf(seconds):
+        between = 3600 / (goal.interruptions * found.gpus)
+        return (
+            f"--price: saw interruptions={goal.interruptions:g}, one each {between:.3g} s on {found.gpus}"
+            f" {found.hardware.name}, expected more than the {_interruption_s(found):.3g} s that each costs:"
+            " such a run never ends; RATE counts interruptions of one device in an hour"
+        )
     return (
-        f"--deadline: saw {goal.deadline_s / 3600:.3g} h for {goal.tokens:.3g} tokens, expected at least"
-        f" {hours:.3g} h, the best of up to {found.gpus} {found.hardware.name}, in {found.best.layout};"
-        " raise --gpus, or the deadline"
+        f"--deadline: saw {goal.deadline_s / 3600:,.1f} h for {goal.tokens:.3g} tokens, expected at least"
+        f" {said_hours(seconds / 3600)}, the best of up to {found.gpus} {found.hardware.name}, in"
+        f" {found.best.layout}; raise --gpus, or the deadline"
     )
 
 
@@ -190,15 +218,28 @@ def _sizes(gpus: int, hardware: Hardware) -> list[int]:
 def _fewest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
     sizes = _sizes(gpus, hardware)
     most = plan(job, gpus, hardware, keep=1, buys=False)
-    if run_seconds(most, goal) > goal.deadline_s:
-        raise ConfigError(_too_late(most, goal))
     low, high = -1, len(sizes) - 1
+    if not _timely(most, goal):
+        if not goal.interruptions:
+            raise ConfigError(_too_late(most, goal))
+        return _fewest_of(job, sizes, hardware, goal)
     while high - low > 1:
         middle = (low + high) // 2
         found = _planned(job, sizes[middle], hardware)
-        good = found is not None and run_seconds(found, goal) <= goal.deadline_s
+        good = found is not None and _timely(found, goal)
         low, high = (low, middle) if good else (middle, high)
     return sizes[high]
+
+
+def _fewest_of(job: JobConfig, sizes: list[int], hardware: Hardware, goal: Goal) -> int:
+    """As `_fewest`, where all devices together are interrupted too often: fewer may be faster."""
+    plans = []
+    for size in sizes:
+        if found := _planned(job, size, hardware):
+            if _timely(found, goal):
+                return size
+            plans.append(found)
+    raise ConfigError(_too_late(min(plans, key=lambda found: run_seconds(found, goal)), goal))
 
 
 def _cheapest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
@@ -211,7 +252,7 @@ def _cheapest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
     plans = [found for size in sizes if (found := _planned(job, size, hardware))]
     if not plans:
         plan(job, gpus, hardware, keep=1, buys=False)  # says why
-    timely = [found for found in plans if run_seconds(found, goal) <= goal.deadline_s]
+    timely = [found for found in plans if _timely(found, goal)]
     if not timely:
         raise ConfigError(_too_late(min(plans, key=lambda found: run_seconds(found, goal)), goal))
     return min(timely, key=lambda found: found.gpus * run_seconds(found, goal)).gpus
@@ -227,12 +268,14 @@ def _planned(job: JobConfig, gpus: int, hardware: Hardware) -> PlanReport | None
 def _reordered(found: PlanReport, goal: Goal) -> PlanReport:
     """The table in the order of the goal; equals stay in the order of their seconds."""
     if goal.name == "robust":
-        after = {step.layout: _after_loss_s(found, step.layout, goal.losing) for step in found.table}
+        after = after_loss_s(found, goal.losing)
         steps = sorted(found.table, key=lambda step: after[step.layout])
-        nodes = f"{goal.losing} node{'s' * (goal.losing > 1)}"
-        reasons = [f"{after[step.layout]:.4g} s a step after losing {nodes}" for step in steps]
+        reasons = [said_after(after[step.layout], goal.losing) for step in steps]
         if math.isinf(after[steps[0].layout]):
-            raise ConfigError(f"--losing: saw {goal.losing} of the nodes, expected some replica to be left")
+            raise ConfigError(
+                f"--losing: saw {goal.losing} of the nodes, expected one of these layouts to fit on the"
+                f" {devices_left(found, goal.losing)} devices that are left; lose fewer, or raise --gpus"
+            )
     else:
         score = _scores(found.table)
         steps = sorted(found.table, key=lambda step: score[step.layout])
@@ -262,27 +305,10 @@ def _with_table(found: PlanReport, steps: list[PlannedStep], reasons: list[str])
     return replace(
         found,
         table=tuple(steps[:TABLE]),
+        reason=reasons[0],
         rejected=(*lost, *large),
         by_rank=tuple(memory_by_cause(found.job, best, rank) for rank in range(best.pp)),
     )
-
-
-def _after_loss_s(found: PlanReport, layout: Layout, nodes: int) -> float:
-    """Seconds per step of the same layout with as many replicas as the nodes that are left can hold."""
-    left = found.gpus - nodes * found.hardware.node_size
-    dp = layout.dp * left // layout.world_size if left < layout.world_size else layout.dp
-    if dp < 1:
-        return math.inf
-    copies = layout.replicate if dp * layout.cp % layout.replicate == 0 else 1
-    copies = copies if copies < dp * layout.cp else 1
-    fewer = replace(layout, dp=dp, replicate=copies, replica_rows=())
-    job, sizes = (
-        for_devices(found.job, left, found.hardware.device),
-        distinct(found.hardware.node_sizes(left)),
-    )
-    if memory_estimate(job, fewer).total_bytes > found.budget_bytes:  # fewer replicas share the state
-        return math.inf
-    return step_cost(job, fewer, found.hardware.profile, sizes).total_s
 
 
 def communication_s(cost: StepCost) -> float:

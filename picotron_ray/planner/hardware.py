@@ -10,6 +10,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.planner.datasheet import DATA_SHEETS, RESERVED, DataSheet, device_profile
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.hardware_profile import HardwareProfile, load_profile
+from picotron_ray.planner.routes import Link
 from picotron_ray.planner.software_profile import OURS
 
 NAMES = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
@@ -30,6 +31,7 @@ class Hardware:
         origin: where the figures are from.
         device: ``"cuda"`` or ``"cpu"``.
         cores: of a node whose workers are CPU cores; 0: devices are their own.
+        link: what joins the devices of a node.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Hardware:
     origin: str
     device: str = "cuda"
     cores: int = 0
+    link: Link = "nvlink"
 
     def of_devices(self, devices: int) -> Hardware:
         """The hardware where so many workers run: on CPUs they share one machine's cores and memory.
@@ -130,6 +133,7 @@ def of_profile(name: str, found: HardwareProfile, precision: str) -> Hardware:
         origin=f"measured on {found.device_name}, {len(found.nodes)} nodes",
         device=found.device,
         cores=node.cores if cpu else 0,
+        link=found.inside_link(),
     )
 
 

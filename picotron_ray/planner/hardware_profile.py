@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -63,10 +63,30 @@ class CollectivePoint(_Frozen):
     seconds: float = Field(gt=0)
 
 
+class MessagePoint(_Frozen):
+    """Seconds of one message of so many bytes from a worker to another one."""
+
+    link: LinkClass
+    size: int = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+
+class LinkFit(NamedTuple):
+    """A message's seconds: ``alpha_s`` + bytes / ``bytes_s``."""
+
+    alpha_s: float
+    bytes_s: float
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.alpha_s:.0f} us and {self.bytes_s / 1e9:.3g} GB/s"
+
+
 class NodeFigures(_Frozen):
     """One node: cores, memory in bytes, and rates in bytes per second (0: not measured).
 
-    ``nvlink`` and ``pcie`` are the UUIDs of GPUs that share such links, as NVML groups them.
+    ``nvlink`` and ``pcie`` are the UUIDs of GPUs that share such links, as NVML groups them. ``domain`` is
+    the failure domain that a label of its Ray node names, ``nic_bytes_s`` the speed that the kernel tells of
+    its network card.
     """
 
     host: str
@@ -76,6 +96,8 @@ class NodeFigures(_Frozen):
     ram_bytes: int = Field(ge=0)
     shm_bytes: int = Field(ge=0)
     disk_bytes_s: float = Field(ge=0)
+    nic_bytes_s: float = Field(default=0.0, ge=0)
+    domain: str = ""
     nvlink: tuple[tuple[str, ...], ...] = ()
     pcie: tuple[tuple[str, ...], ...] = ()
 
@@ -104,6 +126,7 @@ class HardwareProfile(_Frozen):
     matmuls: tuple[MatmulPoint, ...] = Field(min_length=2)
     attention: tuple[AttentionPoint, ...]
     collectives: tuple[CollectivePoint, ...]
+    messages: tuple[MessagePoint, ...] = ()
     nodes: tuple[NodeFigures, ...] = Field(min_length=1)
     outliers: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
@@ -111,6 +134,18 @@ class HardwareProfile(_Frozen):
     def dtypes(self) -> list[str]:
         """Dtypes of matrix products that were measured."""
         return sorted({point.dtype for point in self.matmuls})
+
+    def links(self) -> dict[LinkClass, LinkFit]:
+        """Latency and bandwidth of messages, by kind of link."""
+        found: dict[LinkClass, LinkFit] = {}
+        for link in dict.fromkeys(point.link for point in self.messages):
+            found[link] = message_fit([point for point in self.messages if point.link == link])
+        return found
+
+    def inside_link(self) -> LinkClass:
+        """Kind of link between the workers of a node."""
+        inside = [point.link for point in self.collectives if point.link != "cross_node"]
+        return inside[0] if inside else "loopback"
 
     def device_profile(self, dtype: str) -> DeviceProfile:
         """One worker as the cost model takes it. Raises ConfigError for a dtype that was not measured."""
@@ -175,6 +210,19 @@ def link_fit(points: Sequence[CollectivePoint]) -> tuple[float, float] | None:
     if per_byte <= 0:
         per_byte, latency = min(t / x for x, _, t in rows), 0.0
     return 1 / per_byte, max(latency, 0.0)
+
+
+def message_fit(points: Sequence[MessagePoint]) -> LinkFit:
+    """Latency and bandwidth by least squares of relative errors; neither is below 0.
+
+    >>> message_fit([MessagePoint(link="loopback", size=n, seconds=1e-5 + n / 2e9) for n in (10**3, 10**6)])
+    LinkFit(alpha_s=1e-05, bytes_s=2000000000.0)
+    """
+    line = _line([(float(point.size), point.seconds) for point in points])
+    slowest = max(points, key=lambda point: point.size)
+    if line is None or line[1] <= 0:
+        return LinkFit(0.0, slowest.size / slowest.seconds)
+    return LinkFit(max(0.0, round(line[0], 12)), round(1 / line[1], 3))
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

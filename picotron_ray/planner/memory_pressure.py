@@ -44,6 +44,8 @@ class MemoryReading:
         peak: most that was held so far.
         predicted: peak of the steps to come (`memory_prediction`).
         device: all that the worker may take; 0: not known.
+        fragments: reserved beyond what tensors took of it at most: memory that the allocator holds and could
+            not use. What is free between two steps is no such: the next step's activations take it again.
     """
 
     allocated: int
@@ -51,11 +53,12 @@ class MemoryReading:
     peak: int
     predicted: float
     device: int
+    fragments: int
 
     @property
     def fragmentation(self) -> float:
-        """Share of what is reserved that no tensor uses."""
-        return max(0, self.reserved - self.allocated) / self.reserved if self.reserved > 0 else 0.0
+        """Share of what is reserved that tensors do not use even where they are most."""
+        return self.fragments / self.reserved if self.reserved > 0 else 0.0
 
     @property
     def share(self) -> float:

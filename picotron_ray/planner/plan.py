@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst, Choice
-from picotron_ray.planner.comm_cost import group_link
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.hardware import Hardware
@@ -22,6 +21,7 @@ from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memo
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
 from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, workers_that_do
+from picotron_ray.planner.routes import AxisRoute, routes_of
 from picotron_ray.planner.search import distinct, why_dearer
 
 TABLE = 10
@@ -41,19 +41,6 @@ class PlannedStep:
     memory_bytes: float
 
 
-class AxisRoute(NamedTuple):
-    """An axis of a layout, whether it stays inside a node, and its bytes per second and rank."""
-
-    axis: str
-    degree: int
-    inside: bool
-    bytes_s: float
-
-    def __str__(self) -> str:
-        where = "inside a node" if self.inside else "between nodes"
-        return f"{self.axis}={self.degree} {where}, {self.bytes_s / 1e9:.3g} GB/s"
-
-
 @dataclass(frozen=True, slots=True)
 class Purchase:
     """A little more of something, and the step that it buys."""
@@ -71,7 +58,9 @@ class PlanReport:
         table: the best layouts, the one to run first.
         rejected: layouts that lost or do not fit, with the reason.
         by_rank: memory by cause of every pipeline rank, in bytes.
-        purchases: what the next node and the next tenth of memory would buy.
+        purchases: what the next node and the next tenth of memory would buy in seconds; none under a goal
+            that is not seconds.
+        reason: why the layout to run comes first, under a goal that is not seconds.
         seconds: that the search took.
         costed: candidates whose cost was computed.
     """
@@ -86,30 +75,17 @@ class PlanReport:
     purchases: tuple[Purchase, ...]
     seconds: float
     costed: int
+    reason: str = ""
 
     @property
     def best(self) -> PlannedStep:
         return self.table[0]
 
     def routes(self) -> list[AxisRoute]:
-        """The link of each axis above degree 1; tensor parallelism is innermost, the pipeline goes last.
-
-        Ranks are numbered so (`layout.layout`), and nodes are full, so an axis lies inside a node wherever
-        its span does.
-        """
-        layout, sizes = self.best.layout, distinct(self.hardware.node_sizes(self.gpus))
-        spans = (("tp", layout.tp, 1), ("cp", layout.cp, layout.tp), ("dp", layout.dp, layout.tp * layout.cp))
-        axes = (*spans, ("pp", layout.pp, layout.world_size // layout.pp))
-        return [
-            AxisRoute(
-                axis,
-                degree,
-                len(sizes) < 2 or all(size % (degree * stride) == 0 for size in sizes),
-                group_link(self.hardware.profile, sizes, degree, stride),
-            )
-            for axis, degree, stride in axes
-            if degree > 1
-        ]
+        """The link of each axis above degree 1."""
+        hardware = self.hardware
+        sizes = distinct(hardware.node_sizes(self.gpus))
+        return routes_of(self.best.layout, hardware.profile, sizes, hardware.link)
 
     def tokens_per_s(self, step_s: float) -> float:
         data = self.job.data
@@ -139,6 +115,7 @@ class PlanReport:
             },
             "routes": [route._asdict() for route in self.routes()],
             "best": [self._row(step) for step in self.table],
+            "reason": self.reason,
             "rejected": [{"layout": str(layout), "reason": reason} for layout, reason in self.rejected],
             "buys": [
                 {"what": one.what, "step_s": one.step_s, "layout": str(one.layout)} for one in self.purchases

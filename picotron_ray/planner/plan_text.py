@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.cluster_size import ClusterSize
-from picotron_ray.planner.goals import RunEstimate
+from picotron_ray.planner.goals import RunEstimate, said_hours
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlanReport
 from picotron_ray.planner.published.memory import StageMemory, memory_dict
@@ -38,7 +38,7 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     yield f"memory     of {plan.budget_bytes / 1e9:.3g} GB that an estimate may fill:"
     yield from _memory_lines(plan)
     yield "the best layouts:"
-    for step, lost in zip(plan.table, ("", *(reason for _, reason in plan.rejected)), strict=False):
+    for step, lost in zip(plan.table, (plan.reason, *(reason for _, reason in plan.rejected)), strict=False):
         yield (
             f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / 1e9:6.1f} GB  {str(step.layout)[:70]}"
             f"{f'  ({lost})' if lost else ''}"
@@ -55,7 +55,7 @@ def run_lines(run: RunEstimate | None) -> Iterator[str]:
     """Hours and price of the whole run, where its tokens are known."""
     if run is not None:
         price = f", {run.price:,.0f} for all devices" if run.price else ""
-        yield f"the run    {run.hours:,.1f} h{price}"
+        yield f"the run    {said_hours(run.hours)}{price}"
 
 
 def cluster_lines(size: ClusterSize) -> Iterator[str]:

@@ -23,6 +23,7 @@ from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.recompute_search import cheapest_recompute
 from picotron_ray.planner.refusal import why_none
+from picotron_ray.planner.routes import routes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ def choose_layout(
     >>> planned = choose_layout(job, workers=5)
     >>> planned.layout.tp, planned.layout.world_size
     (2, 4)
-    >>> planned.reason.endswith("on 5 workers (1 idle)")
-    True
+    >>> planned.reason.partition("; ")[2]
+    'routes tp=2 inside a node at 1 GB/s, dp=2 inside a node at 1 GB/s'
     """
     best = _cheapest(job, workers, profile, distinct(node_sizes), limit_bytes)
     if best is None:
@@ -137,6 +138,9 @@ def _cheapest(
     reason = f"{layout}: {cost_s:.3g} s a step by estimate, least of {search.costed} on {workers} workers"
     if used < workers:
         reason += f" ({workers - used} idle)"
+    routes = routes_of(layout, profile, node_sizes)
+    if routes:
+        reason += f"; routes {', '.join(str(route).replace(',', ' at') for route in routes)}"
     runner_up = ""
     if len(search.found) > 1:
         costs = (step_cost(job, one, profile, node_sizes) for _, one in search.found)

@@ -36,7 +36,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class KeyChoice:
     """Keys to set, and the fastest layout with them."""
 
     settings: Settings
@@ -58,7 +58,7 @@ class WaysFound:
     """
 
     best: PlanReport
-    ways: tuple[Way, ...]
+    ways: tuple[KeyChoice, ...]
     tried: int
 
     def to_dict(self) -> dict[str, object]:
@@ -101,7 +101,7 @@ def plan_of_ways(
     Raises:
         ConfigError: no way fits; the line is that of the job as it is.
     """
-    found: list[Way] = []
+    found: list[KeyChoice] = []
     jobs: dict[Settings, JobConfig] = {}
     for parts in product(*((PLAIN, *GROUPS[name]) for name in groups)):
         settings = tuple(setting for part in parts for setting in part)
@@ -111,7 +111,7 @@ def plan_of_ways(
         jobs[settings] = changed[0]
         best = searched(*changed, gpus)
         if best is not None:
-            found.append(Way(settings, *best))
+            found.append(KeyChoice(settings, *best))
     if not found:
         plan(job, gpus, hardware(job.precision), keep=1, buys=False)  # says why
     found.sort(key=lambda way: way.step_s)

@@ -49,7 +49,7 @@ def _path(found: Hardware, asked: str) -> Path | None:
     if asked != "auto":
         return Path(asked)
     if found.device == "cpu":
-        return path_of("cpu", hardware_here("cpu"))
+        return path_of("cpu", hardware_here())
     kind = found.name.partition("-")[0].upper()
     for path in sorted(folder().glob("cuda-*.json")):
         history = load(path)

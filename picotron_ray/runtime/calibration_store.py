@@ -1,7 +1,9 @@
 """Store of measured runs, a file for each kind of hardware, in the user's state folder.
 
-It lies on the coordinator's machine, which is what a cluster has for longest. Nothing that fails here stops a
-run: a file that cannot be read counts as none, one that cannot be written is warned of.
+It lies on the coordinator's machine, which is what a cluster has for longest. GPUs go by the names that the
+nodes' drivers tell, as the coordinator's machine may have none. What ran on unknown ones is not kept, since
+it would correct the estimates of others. Nothing that fails here stops a run: a file that cannot be read
+counts as none, one that cannot be written is warned of.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.settings import with_settings
+from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.calibration_history import (
     CalibrationHistory,
     Correction,
@@ -27,6 +30,7 @@ from picotron_ray.planner.calibration_history import (
     sections_of,
 )
 from picotron_ray.planner.datasheet import profile_of
+from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.runtime.ray_cluster.names import event_folder
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
 
@@ -43,13 +47,8 @@ def folder() -> Path:
     return event_folder("any").parents[1] / "calibration"
 
 
-def hardware_here(device: str) -> str:
-    """Name of this machine's hardware: its card's, or its processor's with the cores that may be used."""
-    if device == "cuda":
-        from picotron_ray.observability.nvml import Gpus  # plans import this file, and should be quick
-
-        cards = Gpus().cards()
-        return cards[0].name if cards else "cuda"
+def hardware_here() -> str:
+    """Name of this machine's processor, with the cores that may be used."""
     names = re.findall(r"model name\s*:\s*(.+)", _text(Path("/proc/cpuinfo")))
     return f"{names[0].strip() if names else os.uname().machine}, {len(os.sched_getaffinity(0))} cores"
 
@@ -80,23 +79,60 @@ def load(path: Path) -> CalibrationHistory | None:
 
 
 class CalibrationStore:
-    """History of the hardware here. May be called from several threads."""
+    """Histories of a run's hardware. May be called from several threads.
+
+    Hardware: product names of the GPUs; of CPUs it is the machine here, whatever is given.
+    """
 
     def __init__(self, job: JobConfig, device: str) -> None:
         self._job, self._device = job, device
-        self._hardware = hardware_here(device)
-        self.path = path_of(device, self._hardware)
         self._lock = threading.Lock()
+        self._warned = False
 
-    def correction(self, device_bytes: int = 0) -> Correction:
-        """Factors for this job on the assumed profile, as the coordinator's planner has it."""
-        assumed = profile_of(self._device, device_bytes)
-        return correction(
-            load(self.path), self._job, lambda measure, layout: assumed, assumed=self._device == "cpu"
-        )
+    def path(self, hardware: str = "") -> Path | None:
+        """File of a kind of hardware; None where that is not known."""
+        if self._device == "cpu":
+            return path_of("cpu", hardware_here())
+        return path_of(self._device, hardware) if hardware else None
 
-    def add(self, spec: GenerationSpec, step_s: float, figures: RunFigures | None, device_bytes: int) -> None:
+    def like(self, kind: str) -> Path | None:
+        """The one file of GPUs whose name has this kind in it (``H100``); None where there are several."""
+        found = []
+        for path in sorted(folder().glob(f"{self._device}-*.json")) if kind else ():
+            history = load(path)
+            if history is not None and kind.upper() in history.hardware.upper():
+                found.append(path)
+        return found[0] if len(found) == 1 else None
+
+    def correction(self, path: Path | None, device_bytes: int = 0) -> Correction:
+        """Factors for this job on the assumed profile, as the coordinator's planner has it.
+
+        Args:
+            device_bytes: of the devices, where a measure does not know its own.
+        """
+
+        def profile(measure: RunMeasure, layout: Layout) -> DeviceProfile:
+            return profile_of(self._device, measure.device_bytes or device_bytes)
+
+        history = None if path is None else load(path)
+        return correction(history, self._job, profile, assumed=self._device == "cpu")
+
+    def add(
+        self,
+        spec: GenerationSpec,
+        step_s: float,
+        figures: RunFigures | None,
+        device_bytes: int,
+        hardware: str = "",
+    ) -> None:
         """Keep what a generation's steps took; a later word of the same generation replaces it."""
+        path = self.path(hardware)
+        if path is None:
+            if not self._warned:
+                log.warning("what steps take is not kept: no node tells which GPUs it has")
+            self._warned = True
+            return
+        named = hardware_here() if self._device == "cpu" else hardware
         counts: dict[str, int] = {}
         for member in spec.members:
             counts[member.node] = counts.get(member.node, 0) + 1
@@ -116,14 +152,14 @@ class CalibrationStore:
             peak_bytes=0 if figures is None else figures.peak_bytes,
         )
         with self._lock:
-            self._write(measure)
+            self._write(path, named, measure)
 
-    def _write(self, measure: RunMeasure) -> None:
+    def _write(self, path: Path, hardware: str, measure: RunMeasure) -> None:
         """Replace the file; of two runs that write at a time the last one's measure is kept."""
-        known = load(self.path) or CalibrationHistory(device=self._device, hardware=self._hardware)
+        known = load(path) or CalibrationHistory(device=self._device, hardware=hardware)
         text = known.with_measure(measure).model_dump_json(indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
         except OSError as error:
-            log.warning("what was measured is not kept in %s: %s", self.path, error)
+            log.warning("what was measured is not kept in %s: %s", path, error)

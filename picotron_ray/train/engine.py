@@ -113,9 +113,8 @@ class Engine:
                 job, mesh, definition, self._models, parameters, device
             )
         overlap = job.kernels.tp_overlap != "none"
-        self._selection = selection_of(
-            job.comm, mesh, self._gradients, overlap=overlap, own=device.type != "cuda"
-        )
+        own, shown = device.type != "cuda", job.metrics.enabled
+        self._selection = selection_of(job.comm, mesh, self._gradients, overlap=overlap, own=own, shown=shown)
         trained = self._gradients.trained
         self._counted = [parameter.counted for parameter in trained]
         names = {name for model in self._models.values() for name, _ in model.named_parameters()}

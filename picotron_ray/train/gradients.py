@@ -92,6 +92,11 @@ class Gradients:
         for copies in self._replicated:
             copies.use(plan)
 
+    def time(self, on: bool) -> None:
+        """Measure what sums of replicas cost the step, or not."""
+        for copies in self._replicated:
+            copies.time(on)
+
     @property
     def cost(self) -> tuple[int, float]:
         """Bytes that a step sums over replicas, and seconds that it waited for these sums."""

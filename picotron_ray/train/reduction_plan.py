@@ -108,7 +108,13 @@ def _groups(mesh: Mesh, axis: str) -> list[list[int]]:
 
 
 def selection_of(
-    comm: CommConfig, mesh: Mesh, gradients: Gradients, *, overlap: bool = False, own: bool = True
+    comm: CommConfig,
+    mesh: Mesh,
+    gradients: Gradients,
+    *,
+    overlap: bool = False,
+    own: bool = True,
+    shown: bool = True,
 ) -> WaySelection:
     """Make the choice that goes on with the run; what a job has settled, or does not select, has one way.
 
@@ -116,8 +122,10 @@ def selection_of(
         overlap: see `axes_of`.
         own: whether own algorithms are candidates, as on gloo. On NCCL gradients without ZeRO alone have a
             choice, and times: the host sees none of the waits of the others.
+        shown: whether figures are shown to anybody; CUDA events are recorded for them or for a choice.
     """
-    things = {}
+    things, timed = {}, own or (not mesh.layout.zero and (shown or comm.selector))
+    gradients.time(timed)
     for thing, axis in axes_of(mesh, overlap).items():
         groups = _groups(mesh, axis)
         nodes = [{mesh.nodes[rank] for rank in ranks} for ranks in groups] if mesh.nodes else []
@@ -125,7 +133,8 @@ def selection_of(
         inner = inner_ranks(comm, mesh, axis) if comm.selector else 1
         inner = inner if inner < len(groups[0]) else 1
         if thing == "gradients":
-            things[thing] = _gradients(comm, mesh, gradients, inner, link, own)
+            found = _gradients(comm, mesh, gradients, inner, link, own)
+            things[thing] = replace(found, timed=timed)
         else:
             collectives = mesh.collectives(PURPOSES[thing])
             things[thing] = _collectives(comm, collectives, thing, inner, link, own)
@@ -144,7 +153,7 @@ def _gradients(
     if comm.selector and not mesh.layout.zero:
         plans = reduction_candidates(reduction_plan(comm, mesh), inner, mesh.layout.replicas, own=own)
         ways = {name: partial(gradients.use, plan) for name, plan in plans.items()}
-    return Traveller(ways, cost, link, timed=own or not mesh.layout.zero)
+    return Traveller(ways, cost, link)
 
 
 def _collectives(

@@ -2,7 +2,7 @@
 
 On a CPU a wait is the processor's. On CUDA a call returns at once and the stream waits: the time between two
 events on it, one on each side of the call. They are read once the step has come to its end, where losses and
-norms have been waited for anyway, so that nothing waits for them.
+norms have been waited for anyway, so that nothing waits for them. The next step takes them again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,52 @@ class ExposedTime:
 
     Args:
         device: whose time line counts.
+
+    Fields:
+        on: whether anything is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self.on = True
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[torch.cuda.Event] = []  # pairs, one after the other
+        self._free: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Begin a step."""
         self._seconds = 0.0
-        self._events.clear()
+        self._give_back()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count what the body takes."""
-        if self._cuda:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
+        if not self.on:
             yield
-            pair[1].record()
-            self._events.append(pair)
-            return
-        began = time.perf_counter()
-        yield
-        self._seconds += time.perf_counter() - began
+        elif self._cuda:
+            first = self._record()
+            yield
+            self._events += (first, self._record())
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
 
     @property
     def seconds(self) -> float:
         """Seconds since `begin`; on CUDA it waits for the last event."""
         if self._events:
-            self._events[-1][1].synchronize()
-            self._seconds += sum(first.elapsed_time(last) for first, last in self._events) / 1e3
-            self._events.clear()
+            self._events[-1].synchronize()
+            pairs = zip(self._events[::2], self._events[1::2], strict=True)
+            self._seconds += sum(first.elapsed_time(last) for first, last in pairs) / 1e3
+            self._give_back()
         return self._seconds
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _give_back(self) -> None:
+        self._free += self._events
+        self._events.clear()

@@ -43,9 +43,9 @@ class AdaptConfig(Section):
         default=0.05,
         gt=0,
         lt=1,
-        description="share of a step that a change must promise to save, and by which a step may become"
-        " longer before the change is taken back",
+        description="share of a step that a change must promise to save; one that brings neither this nor a"
+        " quarter of its promise is taken back",
     )
     settle_steps: int = Field(
-        default=20, ge=1, description="steps of a changed generation before it is judged"
+        default=20, ge=1, description="measured steps of a changed generation before it is judged"
     )

@@ -66,16 +66,17 @@ class NodeJoined:
     node: str
     capacity: int  # workers that it can host
     refused: str = ""  # why it may not take part (version mismatch); empty: it may
-    device_bytes: int = 0  # as in NodeTraits, like domain and has_gpus
+    device_bytes: int = 0  # as in NodeTraits, like domain, has_gpus and hardware
     kept: tuple[SlotInfo, ...] = ()
     kept_by: GenerationSpec | None = None
     domain: str = ""
     has_gpus: bool = False
     idle: tuple[str, ...] = ()  # workers of an earlier coordinator that are in no generation
+    hardware: str = ""
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(self.node, self.device_bytes, self.domain, self.has_gpus)
+        return NodeTraits(self.node, self.device_bytes, self.domain, self.has_gpus, self.hardware)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,12 +133,14 @@ class NodeTraits:
             not known.
         domain: failure domain: nodes of one may go together; empty: the node is its own.
         has_gpus: its workers compute on GPUs, else in the host's memory.
+        hardware: product names of its GPUs; empty: it has none, or they are not known.
     """
 
     node: str
     device_bytes: int = 0
     domain: str = ""
     has_gpus: bool = False
+    hardware: str = ""
 
 
 Settings = tuple[tuple[str, str], ...]
@@ -190,9 +192,10 @@ class Adapted:
         verdict: trial, as long as it is not judged; kept; back, taken back since it hurt; void, taken back
             since the generation failed before it was judged.
         expected: share of a step's seconds that it was to save.
-        before_s, after_s: seconds per step before it, and with it.
+        before_s, after_s: seconds per step before it, and with it, without waits for data and copies.
         layout, settings: what a trial is taken back to; one that hurt holds them until that is done.
         began: generation that began with it; None: an older version wrote it.
+        avoid: workers that are too slow, and whose place spares took.
     """
 
     kind: str
@@ -204,6 +207,7 @@ class Adapted:
     layout: Layout | None = None
     settings: Settings = ()
     began: GenerationId | None = None
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

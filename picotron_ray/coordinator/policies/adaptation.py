@@ -1,13 +1,13 @@
 """Adaptation: how suggestions are ranked, when one is applied, and whether it is kept.
 
 The rules by which it cannot swing: a change must promise more than ``adapt.hysteresis`` of a step and more
-seconds than a re-mesh costs; what hurt is not tried again; each further change of a kind waits twice as long
-as the one before; and an hour has ``adapt.budget`` of them.
+seconds than a re-mesh costs; what hurt or brought nothing is not tried again; each further change of a kind
+waits twice as long as the one before; and an hour has ``adapt.budget`` of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +20,8 @@ from picotron_ray.layout.layout import Layout
 MOST_KNOWN = 32
 """Changes of the past that are remembered."""
 HOUR_S = 3600.0
+LEAST_SHARE = 0.25
+"""Share of its promise that a change must bring where that is less than the hysteresis."""
 MOST_DOUBLINGS = 10
 ACTIONS = ("apply", "kept", "back", "void", "dropped")
 """Decisions on a change: made, kept, taken back since it hurt or since its generation ended, not made."""
@@ -101,9 +103,12 @@ Verdict = Literal["wait", "kept", "back"]
 def judge(trial: Adapted, step_s: float, steps: int, config: AdaptConfig) -> tuple[Verdict, str]:
     """Judge a change by the steps after it.
 
+    It is kept where it brought what was noticed, or at least `LEAST_SHARE` of what it promised. A spare that
+    took a slow worker's place stays unless it hurts: the slow one would be no better.
+
     Args:
-        step_s: seconds per step since.
-        steps: finished since; the first ones of a generation are slower.
+        step_s: their mean seconds, without waits for data and copies, like the change's ``before_s``.
+        steps: that were measured.
     """
     if steps < config.settle_steps:
         return "wait", f"{steps} of {config.settle_steps} steps"
@@ -113,10 +118,15 @@ def judge(trial: Adapted, step_s: float, steps: int, config: AdaptConfig) -> tup
     )
     if trial.target.startswith(FOR_MEMORY):
         return "kept", said
-    lossy = trial.kind in LOSSY and gain < config.hysteresis
-    if lossy or gain < -config.hysteresis:
-        return "back", said
-    return "kept", said
+    lossy = trial.kind in LOSSY
+    least = config.hysteresis if lossy else min(config.hysteresis, LEAST_SHARE * trial.expected)
+    least = -config.hysteresis if trial.avoid else least
+    return ("back" if gain < least else "kept"), said
+
+
+def avoided(known: Sequence[Adapted], living: Container[str]) -> set[str]:
+    """Living workers that are too slow, and whose place spares took."""
+    return {name for one in known if one.verdict != "back" for name in one.avoid if name in living}
 
 
 def began_of(change: Adapted) -> str:

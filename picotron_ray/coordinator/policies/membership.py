@@ -25,6 +25,7 @@ class RosterNode:
     device_bytes: int = 0  # memory of its smallest device; 0: not known
     domain: str = ""  # failure domain; empty: its own
     has_gpus: bool = False  # else its workers compute in the host's memory
+    hardware: str = ""  # product names of its GPUs
     draining: bool = False
     drain_deadline: float | None = None  # seconds on the clock of ``Machine.handle``; None: none given
     drain_noticed: float = 0.0  # on the same clock
@@ -62,6 +63,7 @@ class Roster:
             node.device_bytes = traits.device_bytes or node.device_bytes
             node.domain = traits.domain or node.domain
             node.has_gpus = traits.has_gpus or node.has_gpus
+            node.hardware = traits.hardware or node.hardware
         return known is None
 
     def _go_on_leaving(self, name: str) -> None:

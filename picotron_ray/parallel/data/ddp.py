@@ -57,6 +57,10 @@ class GradientBucket:
         """Bytes of the bucket, and seconds that its sum has cost the step: in its start and at its end."""
         return self._flat.numel() * self._flat.element_size(), self._exposed.seconds
 
+    def time(self, on: bool) -> None:
+        """Measure what sums cost the step, or not; as it begins, they are."""
+        self._exposed.on = on
+
     def use(self, reducer: Reducer) -> None:
         """Sum by another exact reducer from the next step on."""
         assert reducer.exact, "error feedback belongs to one reducer"
@@ -172,6 +176,11 @@ class ReplicatedGradients:
         self._early = self._early_under(plan, reducer)
         for bucket in self._buckets:
             bucket.use(reducer)
+
+    def time(self, on: bool) -> None:
+        """Measure what sums cost the step, or not; as it begins, they are."""
+        for bucket in self._buckets:
+            bucket.time(on)
 
     @property
     def costs(self) -> list[tuple[int, float]]:

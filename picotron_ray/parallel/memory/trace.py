@@ -11,9 +11,9 @@ activation   made outside a backward pass and ended within one: what the backwar
 temporary    all else: workspaces made of tensors, gathered weights, recomputed activations, updates
 ===========  ==========================================================================================
 
-FSDP changes the size of a storage without an operator. So sizes are read again at every new peak and after
-its own operators. Not seen: what is inside kernels, the allocator's rounding, and code that torch.compile
-made, which runs no operators.
+FSDP changes the size of a storage without an operator, by ``UntypedStorage.resize_``, which is listened to.
+So the trace's own work grows with what is made, not with what lives. Not seen: what is inside kernels, the
+allocator's rounding, and code that torch.compile made, which runs no operators.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class SizeChange(NamedTuple):
 
 @dataclass(slots=True)
 class _StorageLife:
-    size: int
-    storage: weakref.ref[torch.UntypedStorage]
+    size: int = 0
     kind: str = ""  # a class that is known from outside
     forward: bool = True
     ended_in_backward: bool = False
@@ -82,7 +81,7 @@ class MemoryTrace(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # of living storages, by address
         self._ends: dict[int, Any] = {}
         self._changes: list[SizeChange] = []
-        self._live = self._peak = 0
+        self._plain_resize: Any = None  # torch's own, while this trace listens to it
         self._phases: list[tuple[float, str]] = []
         self._over = False
         for kind, tensors in known.items():
@@ -93,10 +92,27 @@ class MemoryTrace(TorchDispatchMode):
         """Hear which phase of the step begins."""
         self._phases.append((self._now(), name))
 
+    def __enter__(self) -> MemoryTrace:
+        if self._plain_resize is None:
+            plain = self._plain_resize = torch.UntypedStorage.resize_
+
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                found = plain(storage, size)
+                self._resized(storage)
+                return found
+
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._plain_resize is not None:
+            torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+            self._plain_resize = None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func.namespace == "fsdp":
-            self._read_again()
         for leaf in tree_leaves(found):
             if (
                 isinstance(leaf, Tensor)
@@ -143,26 +159,21 @@ class MemoryTrace(TorchDispatchMode):
         if number is None:
             number = self._numbers[key] = len(self._lives)
             backward = torch._C._current_graph_task_id() != -1
-            self._lives.append(_StorageLife(0, weakref.ref(storage), forward=not backward))
+            self._lives.append(_StorageLife(forward=not backward))
             self._ends[number] = weakref.finalize(storage, self._end, key, number)
         self._resize(number, size)
-        if self._live > self._peak:
-            self._read_again()
-            self._peak = max(self._peak, self._live)
         return number
 
     def _resize(self, number: int, size: int) -> None:
         life = self._lives[number]
         if size != life.size:
             self._changes.append(SizeChange(self._now(), number, size - life.size))
-            self._live += size - life.size
             life.size = size
 
-    def _read_again(self) -> None:
-        for number in list(self._numbers.values()):
-            storage = self._lives[number].storage()
-            if storage is not None:
-                self._resize(number, storage.nbytes())
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Hear that a storage has another size; one that was not counted is from now on."""
+        if storage.device.type != "meta" and (storage.nbytes() or storage._cdata in self._numbers):
+            self._register(storage)
 
     def _end(self, key: int, number: int) -> None:
         if self._over:

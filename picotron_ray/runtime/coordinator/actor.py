@@ -63,6 +63,7 @@ from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
 from picotron_ray.runtime.ray_cluster.owner_process import POLL_S
+from picotron_ray.runtime.ray_cluster.placement import living_nodes
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ class Coordinator:
             self._loop, self._cluster, self._store, self._record, self._dispatch, self._planner.ask
         )
         self._supervisor = self._executor.supervisor
-        self._calibrations = Calibrations(self._job, self._device, self._record, self._executor.spawn)
+        spawn = self._executor.spawn
+        self._calibrations = Calibrations(self._job, self._device, self._record, spawn, living_nodes)
         self._evidence = Evidence(
             self._cluster.evidence,
             lambda: open_storage(self._job.storage, self._job.name),

@@ -26,9 +26,10 @@ def facts_of(hello: Mapping[str, Any]) -> NodeFacts:
 def traits_of(job: JobConfig, view: NodeView, hello: Mapping[str, Any], needs: WorkerNeeds) -> m.NodeTraits:
     """Traits of a node, from what Ray and its agent (``hello``) say."""
     workers = min(view.capacity(needs), job.cluster.max_workers)
-    memory_bytes = facts_of(hello).worker_bytes("cuda" if needs.gpus else "cpu", workers)
+    facts, gpus = facts_of(hello), bool(needs.gpus)
+    memory_bytes = facts.worker_bytes("cuda" if gpus else "cpu", workers)
     domain = view.labels.get(job.cluster.failure_domain_label or "", "")
-    return m.NodeTraits(view.id, memory_bytes, domain, has_gpus=bool(needs.gpus))
+    return m.NodeTraits(view.id, memory_bytes, domain, gpus, facts.card_names if gpus else "")
 
 
 def joined(
@@ -51,6 +52,7 @@ def joined(
         None if kept_by is None else slim(kept_by),  # each of thousands of nodes names the same one
         traits.domain,
         traits.has_gpus,
+        hardware=traits.hardware,
     )
 
 

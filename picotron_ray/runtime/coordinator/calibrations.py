@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
@@ -14,6 +15,18 @@ from picotron_ray.coordinator.calibration import CALIBRATION
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.runtime.calibration_store import CalibrationStore
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from picotron_ray.runtime.ray_cluster.placement import NodeView
+
+
+def hardware_of(names: Iterable[str]) -> str:
+    """Name of the GPUs of several nodes; empty: none is known.
+
+    >>> hardware_of(["NVIDIA H100", "", "NVIDIA A100", "NVIDIA H100"])
+    'NVIDIA A100 and NVIDIA H100'
+    """
+    return " and ".join(sorted(set(names) - {""}))
 
 
 class Calibrations:
@@ -25,20 +38,30 @@ class Calibrations:
         device: str,
         record: RunRecord,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        nodes: Callable[[], Sequence[NodeView]],
     ) -> None:
-        """``spawn``: runs a coroutine beside the loop's other work."""
+        """``spawn``: runs a coroutine beside the loop's other work; ``nodes``: as Ray has them."""
         self._store = CalibrationStore(job, device)
-        self._record, self._spawn = record, spawn
+        self._record, self._spawn, self._nodes = record, spawn, nodes
 
     async def begin(self, event: m.Begin) -> m.Begin:
         """The event with the factors that the history gives; they are told."""
         sizes = [traits.device_bytes for traits in event.traits if traits.device_bytes]
-        found = await asyncio.to_thread(self._store.correction, min(sizes, default=0))
-        text = f"estimates are corrected by {found.factors}: {found.why} ({self._store.path})"
+        path = await asyncio.to_thread(self._path, event.traits)
+        found = await asyncio.to_thread(self._store.correction, path, min(sizes, default=0))
+        text = f"estimates are corrected by {found.factors}: {found.why} ({path})"
         if not found.why:
             text = "no run was measured on this hardware yet: estimates of seconds are by assumed rates"
         self._record.note("info", CALIBRATION, text)
         return replace(event, calibration=found.factors)
+
+    def _path(self, traits: Sequence[m.NodeTraits]) -> Path | None:
+        """History of the hardware; by Ray's word, where no agent was heard yet."""
+        path = self._store.path(hardware_of(one.hardware for one in traits))
+        if path is not None or traits:
+            return path
+        kinds = {node.accelerator for node in self._nodes()} - {""}
+        return self._store.like(kinds.pop()) if len(kinds) == 1 else None
 
     def observe(self, memory: MachineMemory, event: m.Event, commands: Sequence[m.Command]) -> None:
         """Keep what the running generation's steps take, whenever that is told."""
@@ -57,5 +80,6 @@ class Calibrations:
     ) -> None:
         nodes = [memory.roster.nodes.get(member.node) for member in spec.members]
         device_bytes = min((node.device_bytes for node in nodes if node and node.device_bytes), default=0)
-        add = partial(self._store.add, spec, step_s, figures, device_bytes)
+        hardware = hardware_of(node.hardware for node in nodes if node)
+        add = partial(self._store.add, spec, step_s, figures, device_bytes, hardware)
         self._spawn(asyncio.to_thread(add))

@@ -107,6 +107,16 @@ def memory_bytes_s(device: torch.device) -> float:
     return 3 * 4 * count / seconds_of(lambda: torch.add(a, b, out=a), device)
 
 
+def host_bytes_s() -> float:
+    """Bytes of host memory that one thread reads and writes per second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return memory_bytes_s(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def host_link_bytes_s(device: torch.device) -> float:
     """Bytes per second from pinned host memory to the device; 0 on CPUs."""
     if device.type == "cpu":

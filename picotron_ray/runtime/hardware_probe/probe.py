@@ -10,9 +10,21 @@ import ray
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.observability.gpu_topology import GpuInventory, busy_lines, check_topology, gpus_here
+from picotron_ray.observability.gpu_topology import (
+    GpuInventory,
+    busy_lines,
+    check_topology,
+    gpus_here,
+    slowest_link,
+)
 from picotron_ray.planner.datasheet import DATA_SHEETS
-from picotron_ray.planner.hardware_profile import CollectivePoint, HardwareProfile, MatmulPoint, outliers
+from picotron_ray.planner.hardware_profile import (
+    CollectivePoint,
+    HardwareProfile,
+    LinkClass,
+    MatmulPoint,
+    outliers,
+)
 from picotron_ray.runtime.hardware_probe.worker import ProbeWorker
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
@@ -65,17 +77,22 @@ def probe(
         for _ in range(count)
     ]
     try:
-        found = _measured(workers, slots, device, budget_s, say)
+        link = slowest_link(gpus[_fullest(slots).id]) if gpus else "loopback"
+        found = _measured(workers, slots, device, budget_s, say, link)
     finally:
         for worker in workers:
             ray.kill(worker)
-    nodes_now = [
-        figures.model_copy(update={"nvlink": gpus[node.id].nvlink, "pcie": gpus[node.id].pcie})
-        if node.id in gpus
-        else figures
-        for (node, _), figures in zip(slots, found.nodes, strict=True)
-    ]
+    label = job.cluster.failure_domain_label
+    nodes_now = []
+    for (node, _), figures in zip(slots, found.nodes, strict=True):
+        groups = {"nvlink": gpus[node.id].nvlink, "pcie": gpus[node.id].pcie} if node.id in gpus else {}
+        domain = node.labels.get(label or "", "")
+        nodes_now.append(figures.model_copy(update={**groups, "domain": domain}))
     return found.model_copy(update={"nodes": tuple(nodes_now)})
+
+
+def _fullest(slots: list[tuple[NodeView, int]]) -> NodeView:
+    return max(slots, key=lambda slot: slot[1])[0]
 
 
 def _idle_gpus(
@@ -111,6 +128,7 @@ def _measured(
     device: str,
     budget_s: float,
     say: Callable[[str], None],
+    link: LinkClass,
 ) -> HardwareProfile:
     places = ray.get([worker.where.remote() for worker in workers], timeout=ANSWER_S)
     say(f"{len(workers)} workers on {len(slots)} nodes: {places[0][2]}")
@@ -123,12 +141,12 @@ def _measured(
     dtypes = ["bf16", "fp16", "fp32"] if device == "cuda" else ["fp32", "bf16", "fp64"]
     computed = _all(workers, budget_s, "compute", dtypes, COMPUTE_SHARE * budget_s)
     say("matrix products, attention and memory are measured")
-    groups = _groups(slots)
+    groups, pairs = _groups(slots, link), _pairs(slots, link)
     counts = [count for _, count in slots]
-    timed = _all(
-        workers, budget_s, "collectives", groups, (1 - COMPUTE_SHARE) * budget_s / max(1, len(groups))
-    )
-    say(f"collectives are measured in {len(groups)} groups")
+    left_s = (1 - COMPUTE_SHARE) * budget_s / max(1, len(groups) + len(pairs))
+    timed = _all(workers, budget_s, "collectives", groups, left_s)
+    sent = _all(workers, budget_s, "messages", pairs, left_s)
+    say(f"collectives are measured in {len(groups)} groups, messages between {len(pairs)} pairs")
     firsts = [sum(counts[:index]) for index in range(len(counts))]
     figures = [workers[first].figures.remote(count) for first, count in zip(firsts, counts, strict=True)]
     memory = [workers[first].memory_bytes.remote(count) for first, count in zip(firsts, counts, strict=True)]
@@ -141,12 +159,13 @@ def _measured(
         peak_flops=peak_flops(places[0][2]),
         memory_bytes=min(ray.get(memory, timeout=ANSWER_S)),
         memory_bytes_s=median(one["memory_bytes_s"] for one in computed),
-        host_bytes_s=median(one["memory_bytes_s"] for one in computed) if device == "cpu" else 1e10,
+        host_bytes_s=median(one["host_bytes_s"] for one in computed),
         host_link_bytes_s=median(one["host_link_bytes_s"] for one in computed),
         block_s=median(one["block_s"] for one in computed),
         matmuls=tuple(_middle([one["matmuls"] for one in computed])),
         attention=tuple(computed[len(computed) // 2]["attention"]),
         collectives=tuple(_slowest(timed)),
+        messages=tuple(point for points in sent for point in points),
         nodes=tuple(ray.get(figures, timeout=ANSWER_S)),
         outliers=outliers(rates),
         cuts=tuple(dict.fromkeys(cut for one in computed for cut in one["cuts"])),
@@ -159,13 +178,25 @@ def _all(workers: list[Any], budget_s: float, method: str, *arguments: Any) -> l
     return list(ray.get(asked, timeout=ANSWER_S + 4 * budget_s))
 
 
-def _groups(slots: list[tuple[NodeView, int]]) -> list[tuple[str, list[int]]]:
+def _pairs(slots: list[tuple[NodeView, int]], link: LinkClass) -> list[tuple[str, list[int]]]:
+    """Pairs to send between: two workers of the fullest node, and one of each of the first two nodes."""
+    counts = [count for _, count in slots]
+    found: list[tuple[str, list[int]]] = []
+    if max(counts) > 1:
+        first = sum(counts[: counts.index(max(counts))])
+        found.append((link, [first, first + 1]))
+    if len(counts) > 1:
+        found.append(("cross_node", [0, counts[0]]))
+    return found
+
+
+def _groups(slots: list[tuple[NodeView, int]], link: LinkClass) -> list[tuple[str, list[int]]]:
     """Groups to time: of 2, 4, 8 on the fullest node, of all there, one of each node, and of all."""
     counts = [count for _, count in slots]
     inside = max(counts)
     first = sum(counts[: counts.index(inside)])
     sizes = sorted({size for size in GROUPS if size < inside} | ({inside} if inside > 1 else set()))
-    found = [("loopback", list(range(first, first + size))) for size in sizes]
+    found: list[tuple[str, list[int]]] = [(link, list(range(first, first + size))) for size in sizes]
     if len(counts) > 1:
         found.append(("cross_node", [sum(counts[:index]) for index in range(len(counts))]))
     return found

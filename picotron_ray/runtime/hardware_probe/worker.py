@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from picotron_ray.planner.hardware_profile import CollectivePoint, NodeFigures
+from picotron_ray.planner.hardware_profile import CollectivePoint, MessagePoint, NodeFigures
 
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
 GPU_SIZES = (*SIZES, 2**28)
@@ -23,6 +24,7 @@ REPEATS = 8
 WAIT = timedelta(seconds=60)
 DISK_BYTES = 64 * 2**20
 SHM = Path("/dev/shm")
+NETWORK = Path("/sys/class/net")
 
 
 class ProbeWorker:
@@ -66,6 +68,7 @@ class ProbeWorker:
         return {
             "memory_bytes_s": measure.memory_bytes_s(self._device),
             "block_s": measure.block_s(self._device),
+            "host_bytes_s": measure.host_bytes_s(),
             "host_link_bytes_s": measure.host_link_bytes_s(self._device),
             "matmuls": list(measure.matmul_points(self._device, dtypes, budget)),
             "attention": list(measure.attention_points(self._device, dtypes, budget)),
@@ -96,6 +99,51 @@ class ProbeWorker:
                     break
         self._barrier()
         return found
+
+    def messages(self, pairs: Sequence[tuple[str, Sequence[int]]], seconds: float) -> list[MessagePoint]:
+        """Time messages by size between the two ranks of each pair, there and back; others wait."""
+        import torch
+
+        found = []
+        for link, (one, other) in pairs:
+            self._barrier()
+            until = time.monotonic() + seconds
+            for size in SIZES:
+                values = torch.ones(size // 4, device=self._device)
+                peer = {one: other, other: one}.get(self._rank)
+                if peer is None:
+                    break
+                taken = self._there_and_back_s(values, peer, first=self._rank == one)
+                if self._rank == one:
+                    point = MessagePoint(link=link, size=size, seconds=taken / 2)  # type: ignore[arg-type]
+                    found.append(point)
+                if self._told(time.monotonic() > until, peer, first=self._rank == one):
+                    break
+        self._barrier()
+        return found
+
+    def _there_and_back_s(self, values: Any, peer: int, *, first: bool) -> float:
+        """Median seconds over `REPEATS` after a warm-up."""
+        import torch.distributed as dist
+
+        taken = []
+        for _ in range(REPEATS + 1):
+            self._synchronise()
+            began = time.perf_counter()
+            for send in (first, not first):
+                (dist.send if send else dist.recv)(values, peer)
+            self._synchronise()
+            taken.append(time.perf_counter() - began)
+        return median(taken[1:])
+
+    def _told(self, stop: bool, peer: int, *, first: bool) -> bool:
+        """Return whether the pair's first rank wants to stop."""
+        import torch
+        import torch.distributed as dist
+
+        word = torch.tensor([float(stop)], device=self._device)
+        (dist.send if first else dist.recv)(word, peer)
+        return bool(word.item())
 
     def _all_reduce_s(self, values: Any, group: Any) -> float:
         import torch.distributed as dist
@@ -134,6 +182,7 @@ class ProbeWorker:
             ram_bytes=psutil.virtual_memory().total,
             shm_bytes=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
             disk_bytes_s=_disk_bytes_s(),
+            nic_bytes_s=nic_bytes_s(NETWORK),
         )
 
     def memory_bytes(self, workers: int) -> float:
@@ -143,6 +192,16 @@ class ProbeWorker:
         if self._device.type == "cuda":
             return float(torch.cuda.get_device_properties(self._device).total_memory)
         return psutil.virtual_memory().available / workers
+
+
+def nic_bytes_s(interfaces: Path) -> float:
+    """Bytes per second of the fastest network card that is up, as the kernel tells it; 0: it does not."""
+    found = [0.0]
+    for one in sorted(interfaces.glob("*")):
+        with contextlib.suppress(OSError, ValueError):
+            if (one / "operstate").read_text().strip() == "up":
+                found.append(int((one / "speed").read_text()) * 1e6 / 8)
+    return max(found)
 
 
 def _disk_bytes_s() -> float:

@@ -48,6 +48,7 @@ class NodeView:
     free_cpus: float
     free_gpus: float
     labels: Mapping[str, str] = field(default_factory=dict)
+    accelerator: str = ""  # Ray's name of the kind of its GPUs
 
     def capacity(self, needs: WorkerNeeds) -> int:
         """Workers that fit on the whole node, however busy it is now."""
@@ -64,6 +65,16 @@ def _fit(cpus: float, gpus: float, needs: WorkerNeeds) -> int:
     return min(by_cpu, by_gpu)
 
 
+def accelerator_of(resources: Mapping[str, float]) -> str:
+    """Kind of the GPUs of a node, by the resources that Ray gives it; empty where it does not say.
+
+    >>> accelerator_of({"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0})
+    'H100'
+    """
+    prefix = "accelerator_type:"
+    return next((name.removeprefix(prefix) for name in resources if name.startswith(prefix)), "")
+
+
 def living_nodes() -> list[NodeView]:
     """All nodes that Ray holds to be alive, in a stable order."""
     free = ray_state.state.available_resources_per_node()
@@ -76,6 +87,7 @@ def living_nodes() -> list[NodeView]:
             free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
             free_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
             labels=dict(node.get("Labels") or {}),
+            accelerator=accelerator_of(node["Resources"]),
         )
         for node in ray.nodes()
         if node["Alive"]

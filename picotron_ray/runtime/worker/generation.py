@@ -79,7 +79,7 @@ class GenerationRun:
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
         self._loader: BatchLoader | None = None
-        self._memory = GenerationMemory(resources, spec, self.rank)
+        self._memory = GenerationMemory(resources, self._job, spec, self.rank)
         self._work = StepWork.of(
             spec.layout,
             self._job.data.global_batch,

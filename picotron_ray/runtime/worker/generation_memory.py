@@ -43,13 +43,13 @@ class GenerationMemory(StepMemory):
 
     Args:
         resources: of the worker; its history is read and added to.
+        job: as the generation runs it, its settings included.
         spec: of the generation.
         rank: of this worker in it.
     """
 
-    def __init__(self, resources: WorkerResources, spec: GenerationSpec, rank: int) -> None:
-        self._resources, self._spec, self._rank = resources, spec, rank
-        job = resources.job
+    def __init__(self, resources: WorkerResources, job: JobConfig, spec: GenerationSpec, rank: int) -> None:
+        self._resources, self._job, self._spec, self._rank = resources, job, spec, rank
         self._estimate = estimated(job, spec, rank)
         neighbours = sum(member.node == spec.members[rank].node for member in spec.members)
         self._share_bytes = host_bytes() // max(1, neighbours)
@@ -63,7 +63,7 @@ class GenerationMemory(StepMemory):
     def pools(self) -> MemoryPools:
         """Make the pools that the job asks for."""
         resources = self._resources
-        if not resources.job.memory.preallocate or resources.device.type != "cuda":
+        if not self._job.memory.preallocate or resources.device.type != "cuda":
             return MemoryPools()
         expected = {
             kind: predicted_class(kind, self._estimate[kind], resources.memory_ratios.get(kind, ()))
@@ -78,8 +78,8 @@ class GenerationMemory(StepMemory):
     def step(self, step: int, take: Callable[[], T]) -> T:
         """Take a step, account it where it is its turn, and look at the allocator where that is due."""
         self._taken += 1
-        memory = self._resources.job.memory
-        traced = memory.account and self._taken == ACCOUNTED_STEP and not untraceable(self._resources.job)
+        memory = self._job.memory
+        traced = memory.account and self._taken == ACCOUNTED_STEP and not untraceable(self._job)
         if traced and self._engine is not None:
             found, account = accounted_step(self._engine, lambda _: take())
             self._note(step, account)
@@ -103,7 +103,7 @@ class GenerationMemory(StepMemory):
         Its peak adds what the accounted step took above what lives on between two.
         """
         resources = self._resources
-        limit = resources.job.cluster.worker_memory_bytes if resources.limited else None
+        limit = self._job.cluster.worker_memory_bytes if resources.limited else None
         if not limit or resources.device.type == "cuda":
             return None
         held = held_memory(resources.device, self._share_bytes, limit)
@@ -138,7 +138,7 @@ class GenerationMemory(StepMemory):
     # --- the ladder --------------------------------------------------------------------------------------
 
     def _reading(self, step: int) -> MemoryReading:
-        job, held = self._resources.job, self.limited()
+        job, held = self._job, self.limited()
         if held is None:
             held = held_memory(self._resources.device, self._share_bytes, None)
         peak = held.peak
@@ -146,7 +146,7 @@ class GenerationMemory(StepMemory):
         predicted = float(peak)
         if len(self._peaks) > 2:
             predicted = predicted_peak(self._peaks, step + job.memory.interval_steps)
-        return MemoryReading(held.allocated, held.reserved, peak, predicted, held.device)
+        return MemoryReading(held.allocated, held.reserved, peak, predicted, held.device, held.fragments)
 
     def _look(self, step: int) -> None:
         before = self._ladder

@@ -21,12 +21,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """Bytes in use, reserved, most that was held, and of the whole device (0: not known)."""
+    """Bytes in use, reserved, most that was held, of the whole device (0: not known), and of fragments.
+
+    Fragments are what is reserved beyond the tensors where they were most; of a CPU, whose most is not known,
+    beyond those of now.
+    """
 
     allocated: int
     reserved: int
     peak: int
     device: int
+    fragments: int = 0
 
 
 class _MallInfo(ctypes.Structure):
@@ -51,20 +56,20 @@ def held_memory(device: torch.device, share_bytes: int, limit_bytes: int | None)
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        return HeldMemory(
-            int(stats.get("allocated_bytes.all.current", 0)),
-            int(stats.get("reserved_bytes.all.current", 0)),
-            int(stats.get("allocated_bytes.all.peak", 0)),
-            total,
+        allocated, reserved = (
+            int(stats.get(f"{name}_bytes.all.current", 0)) for name in ("allocated", "reserved")
         )
+        most = int(stats.get("allocated_bytes.all.peak", 0))
+        return HeldMemory(allocated, reserved, most, total, max(0, reserved - most))
     status = Path("/proc/self/status").read_text()
     allocated, reserved = _malloc(status)
+    free = max(0, reserved - allocated)
     if limit_bytes:
         soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
         mapped = limit_bytes - (soft - _status(status, "VmData"))
-        in_use = max(0, mapped - max(0, reserved - allocated))  # what is free is used again
-        return HeldMemory(allocated, reserved, in_use, limit_bytes)
-    return HeldMemory(allocated, reserved, _status(status, "VmHWM"), share_bytes)
+        in_use = max(0, mapped - free)  # what is free is used again
+        return HeldMemory(allocated, reserved, in_use, limit_bytes, free)
+    return HeldMemory(allocated, reserved, _status(status, "VmHWM"), share_bytes, free)
 
 
 def _malloc(status: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory_prediction import GROWTH
@@ -34,7 +36,7 @@ def memory(folder: Path, **options: Any) -> tuple[GenerationMemory, Any]:
     config = config.model_copy(update={"memory": config.memory.model_copy(update=options)})
     page = Page(folder / "w0.page", config.elastic)
     resources = SimpleNamespace(job=config, device=CPU, page=page, memory_ratios={}, limited=False)
-    return GenerationMemory(resources, SPEC, 0), resources  # type: ignore[arg-type]
+    return GenerationMemory(resources, config, SPEC, 0), resources  # type: ignore[arg-type]
 
 
 def test_the_second_step_is_accounted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +84,35 @@ def boundaries(
 
 
 def test_fragments_are_released_and_collected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, steps = boundaries(tmp_path, monkeypatch, [HeldMemory(60, 100, 100, 1000)] * 6)
+    done, steps = boundaries(tmp_path, monkeypatch, [HeldMemory(60, 100, 100, 1000, 40)] * 6)
     steps()
     assert done == ["release", "collect"]
+
+
+def test_activations_that_were_freed_are_no_fragments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: two needless releases of the whole cache in every generation, whose next step took it again."""
+    stats = {"allocated_bytes.all.current": 20, "reserved_bytes.all.current": 60}
+    properties = SimpleNamespace(total_memory=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {**stats, "allocated_bytes.all.peak": most}
+    )
+    for most, expected in ((58, []), (30, ["release", "collect"])):
+        held = held_memory(torch.device("cuda"), 0, None)
+        assert held == HeldMemory(20, 60, most, 80, 60 - most)
+        done, steps = boundaries(tmp_path, monkeypatch, [held] * 4)
+        steps()
+        assert done == expected
+
+
+def test_a_generation_is_watched_by_the_settings_that_it_runs_with(tmp_path: Path) -> None:
+    _, resources = memory(tmp_path)
+    spec = replace(SPEC, settings=(("precision", "bf16"),))
+    job = with_settings(resources.job, spec.settings)
+    found = GenerationMemory(resources, job, spec, 0)
+    assert found._estimate == estimated(job, spec, 0) != estimated(resources.job, spec, 0)
 
 
 def test_pressure_is_told_and_refused_with_the_numbers(

@@ -11,9 +11,11 @@ import pytest
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.gpu_topology import (
     GpuInventory,
+    GpuView,
     busy_lines,
     check_topology,
     inventory,
+    slowest_link,
 )
 
 
@@ -89,3 +91,15 @@ def test_a_topology_file_must_say_what_nvml_says() -> None:
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--topology: t\.json: "):
         check_topology(text, "t.json", ())
+
+
+@pytest.mark.parametrize(
+    ("nvlink", "expected"),
+    [((("a", "b", "c"),), "nvlink"), ((("a", "b"),), "pcie"), ((), "pcie")],
+)
+def test_one_gpu_off_nvlink_sends_a_group_of_all_over_pcie(
+    nvlink: tuple[tuple[str, ...], ...], expected: str
+) -> None:
+    gpus = tuple(GpuView(name, "H100", 80, 0, ()) for name in "abc")
+    assert slowest_link(GpuInventory(gpus, nvlink, (("a", "b", "c"),))) == expected
+    assert slowest_link(GpuInventory((), (), ())) == "loopback"

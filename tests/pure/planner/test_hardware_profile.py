@@ -16,9 +16,11 @@ from picotron_ray.planner.hardware_profile import (
     CollectivePoint,
     HardwareProfile,
     MatmulPoint,
+    MessagePoint,
     link_fit,
     load_profile,
     matmul_fit,
+    message_fit,
     outliers,
 )
 from picotron_ray.planner.plan import plan
@@ -148,6 +150,28 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, line: str) -> None
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
         hardware(str(tmp_path / "none.json"))
+
+
+def test_messages_are_a_latency_and_a_bandwidth_of_each_link() -> None:
+    sizes = (2**10, 2**14, 2**20, 2**25)
+    points = [{"link": "pcie", "size": n, "seconds": 2e-5 + n / 4e9} for n in sizes]
+    points += [{"link": "cross_node", "size": n, "seconds": 8e-5 + n / 1e9} for n in sizes]
+    found = HardwareProfile.model_validate_json(json.dumps(profile(messages=points)))
+    assert {link: str(fit) for link, fit in found.links().items()} == {
+        "pcie": "20 us and 4 GB/s",
+        "cross_node": "80 us and 1 GB/s",
+    }
+    one = message_fit([MessagePoint(link="pcie", size=1000, seconds=1e-3)])
+    assert one == (0.0, 1e6)
+    assert HardwareProfile.model_validate_json(json.dumps(profile())).links() == {}
+
+
+def test_the_link_inside_a_node_is_the_profiles(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    points = [{"link": "pcie", "ranks": 2, "size": n, "seconds": 1e-4 + n / 1e9} for n in (2**10, 2**20)]
+    path.write_text(json.dumps(profile(collectives=points)))
+    assert hardware(str(path), "fp32").link == "pcie"
+    assert hardware("h100-80g").link == "nvlink"
 
 
 def test_slow_workers_are_named() -> None:

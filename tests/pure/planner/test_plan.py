@@ -68,6 +68,10 @@ def test_gpus_override_the_configs_worker_counts() -> None:
     assert found.best.layout.world_size == 2
 
 
+def test_faults_of_workers_that_are_not_there_do_not_count() -> None:
+    assert run("plan", "quickstart", "--gpus", "2").exit_code == 0
+
+
 def test_degrees_may_need_more_than_the_configs_workers() -> None:
     words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.min_workers=4", "cluster.max_workers=4")
     found = run("plan", "llama-3-8b", "--gpus", "32", *words)
@@ -89,9 +93,11 @@ def test_each_axis_has_its_route() -> None:
     found = plan(job("llama-3-8b", *words), 32, H100, buys=False)
     routes = {route.axis: route for route in found.routes()}
     profile = H100.profile
-    assert routes["tp"] == ("tp", 2, True, profile.link_bytes_s)
-    assert routes["dp"][1:] == (8, False, min(profile.link_bytes_s, 4 * profile.node_link_bytes_s))
-    assert routes["pp"][1:] == (2, False, profile.node_link_bytes_s)
+    assert routes["tp"] == ("tp", 2, True, profile.link_bytes_s, "nvlink")
+    between = min(profile.link_bytes_s, 4 * profile.node_link_bytes_s)
+    assert routes["dp"][1:] == (8, False, between, "cross_node")
+    assert routes["pp"][1:] == (2, False, profile.node_link_bytes_s, "cross_node")
+    assert str(routes["tp"]) == "tp=2 over NVLink, 279 GB/s"
     assert str(routes["pp"]) == "pp=2 between nodes, 32 GB/s"
     assert [route["axis"] for route in found.to_dict()["routes"]] == ["tp", "dp", "pp"]
 

@@ -148,7 +148,13 @@ def test_a_diverged_trial_is_no_best_one() -> None:
 def test_words_stand_for_the_axes_that_a_layout_study_knows() -> None:
     words = ["micro-batch", "recompute", "schedule", "communication", "kernels"]
     space, known, seeds = commands.space_of(JOB, options("layout"), words)
-    assert set(space) > {"layout.recompute", "layout.schedule", "comm.gradients", "kernels.loss"}
+    assert set(space) > {
+        "layout.recompute",
+        "layout.schedule",
+        "comm.gradients",
+        "comm.topology",
+        "kernels.loss",
+    }
     points = fixed_points(space, options("layout"), seeds, lambda point: feasible(point, known))
     assert points is not None
     assert len(points) == 16
@@ -157,6 +163,14 @@ def test_words_stand_for_the_axes_that_a_layout_study_knows() -> None:
     first = {"layout": "dp4-tp1-pp1-mb8", "layout.schedule": "gpipe"}
     with pytest.raises(ConfigError, match="changes nothing"):
         spaces.with_point(JOB, first, known)
+
+
+def test_own_algorithms_of_sums_are_no_axis_on_cuda_or_with_one_replica() -> None:
+    assert "comm.topology" not in spaces.named_axes(JOB, "cuda")["communication"]
+    _, known, _ = commands.space_of(JOB, options("layout"), ["communication"])
+    one = next(name for name, layout in known.items() if layout.dp * layout.cp == 1)
+    with pytest.raises(ConfigError, match="topology: saw ring, which changes nothing"):
+        spaces.with_point(JOB, {"layout": one, "comm.topology": "ring"}, known)
 
 
 def feasible(point: dict[str, Any], known: dict[str, Any]) -> bool:

@@ -27,7 +27,11 @@ def test_a_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert {"fp32"} <= set(found.dtypes())
     assert found.device == "cpu"
     assert found.block_s > 0
-    assert bool(found.collectives) == (workers > 1)
+    assert bool(found.collectives) == bool(found.messages) == (workers > 1)
+    assert found.host_bytes_s > 1e8
+    assert all(link == "loopback" and fit.bytes_s > 1e7 for link, fit in found.links().items())
+    assert all(node.ram_bytes > 0 and node.disk_bytes_s > 0 for node in found.nodes)
+    assert workers == 1 or "a message over loopback: " in done.stdout
     assert not list(Path("/dev/shm").glob("picotron_ray-*/probe-*"))
     out = tmp_path / "plan.json"
     planned = run("plan", "tiny", "--gpus", "2", "--hardware", str(path), "--json", str(out))

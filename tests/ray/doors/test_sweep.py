@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from picotron_ray.config.load import load_job
@@ -22,6 +23,7 @@ from picotron_ray.runtime.heartbeat import PageView, process_alive, read_page
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, user_folder
 from tests.support.runs.ray_runs import kill
+from tuning import sweep
 
 pytestmark = pytest.mark.timeout(900)  # about a minute of an idle machine; several Rays may share two cores
 SWEEP = "drill"
@@ -82,7 +84,7 @@ def until(reached: Callable[[], Any], sweep: subprocess.Popen[str], timeout_s: f
     return found
 
 
-@pytest.mark.slow  # over two minutes of an idle machine
+@pytest.mark.deep  # over two minutes of an idle machine
 @pytest.mark.usefixtures("connected")
 def test_a_sweep_survives_and_resumes(local_ray: LocalRay, tmp_path: Path) -> None:
     from ray.util import list_named_actors
@@ -145,16 +147,28 @@ def check_trials(rows: list[dict[str, Any]]) -> None:
     assert any(row["stage"] == "learning-rates" and row["status"] == "finished" for row in rows)
 
 
-def test_mistakes_are_refused_before_any_ray_is_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"trials": 1}, "--trials: saw 1, expected an integer >= 2"),
+        ({"search": "guess"}, "--search: saw 'guess', expected a string that matches"),
+        ({"micro_batches": "x"}, "--micro-batches: saw 'x', expected numbers as in 4,8"),
+        ({"overrides": ["optimizer.schedule.warmup_steps=9"]}, "optimizer.schedule.warmup_steps: saw 9"),
+    ],
+)
+def test_mistakes_are_refused_before_any_ray_is_started(
+    values: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sweep, "connected", lambda *_: pytest.fail("Ray was started"))
     config = tmp_path / "job.yaml"
     config.write_text(yaml.safe_dump({**JOB, "storage": {"url": str(tmp_path / "runs")}}))
-    command = [sys.executable, "-m", "tuning.sweep", str(config), "--steps", "8"]
-    for options, named in {
-        ("--trials", "1"): "trials: saw 1",
-        ("--search", "guess"): "search: saw 'guess'",
-        ("--micro-batches", "x"): "micro_batches: saw 'x'",
-        ("optimizer.schedule.warmup_steps=9",): "warmup_steps: saw 9",
-    }.items():
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 2, done.stderr
-        assert named in done.stderr
+    with pytest.raises((SystemExit, typer.Exit)) as ended:
+        sweep.main(str(config), steps=8, **values)
+    assert (getattr(ended.value, "exit_code", None) or getattr(ended.value, "code", None)) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

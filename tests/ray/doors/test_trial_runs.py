@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def test_trials_that_ended_give_back_their_commits_and_no_others_do(tmp_path: Pa
     for name in ("done", "full", "runs"):
         run_of(tmp_path, name, **({"status": "finished"} if name == "done" else {}))
     run_of(tmp_path, "late")
-    back: Any = pickle.loads(pickle.dumps(GivenBack(job_in(tmp_path), "s")))  # as Tune restores it
+    back = GivenBack(job_in(tmp_path), "s")
     back.setup()
     done = FakeTrial("done", {}, "TERMINATED", {"finished": True})
     full = FakeTrial("full", {}, "ERROR", error=FULL)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import sys
 
 import pytest
 from rich.console import Console
@@ -27,7 +29,9 @@ def test_a_budget_counts_workers_that_compute_over_all_launches(monkeypatch: pyt
     spent.on_step_end(1, trials)
     assert spent.get_state() == {"worker_s": 20.0, "wall_s": 5.0}, "b computes, a waits for its place"
     assert not spent.stop_all()
-    resumed = pickle.loads(pickle.dumps(spent))
+    kept = pickle.dumps(spent)
+    resumed = budget.StudyBudget(options, {"small": 1, "big": 4}, 4, concurrent=1)
+    assert pickle.loads(kept) is resumed, "Tune's stopper is the callback that counts"
     resumed.set_state(spent.get_state())
     now[0] = 1000.0  # between the launches nothing is spent
     resumed.on_step_end(0, trials)
@@ -84,3 +88,25 @@ def test_a_terminal_shows_what_runs_first_and_how_many_of_each_there_are() -> No
     assert "t2" in lines[1]
     assert "learning_rate=0.02" in lines[1]
     assert "2.5" in lines[2]
+
+
+def test_a_terminal_shows_trials_and_nothing_of_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuning.live_table import LiveTable
+
+    seen, rays = io.StringIO(), io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=100)
+    shown = LiveTable(console, ["loss"], 2)
+    assert pickle.loads(pickle.dumps(shown)).__dict__ == {}, (
+        "Tune keeps nothing that a later version must read"
+    )
+    monkeypatch.setattr(sys, "stdout", rays)
+    shown.setup()
+    print("(raylet) A worker died")
+    ended = FakeTrial("t1", {"a": 1}, "TERMINATED", {"finished": True, "loss": 2.5})
+    shown.on_step_end(1, [ended])
+    shown.on_trial_complete(1, [ended], ended)
+    shown.close()
+    assert "t1  finished" in seen.getvalue()
+    assert "best t1: loss 2.5" in seen.getvalue()
+    assert "raylet" in rays.getvalue()
+    assert "raylet" not in seen.getvalue()

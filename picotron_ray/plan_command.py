@@ -240,7 +240,7 @@ def _validate(json_file: str | None) -> None:
 def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
     """The job of a config on so many devices, of which only the shape matters.
 
-    A data path that it leaves open is not missed, and its own worker counts do not count.
+    A data path that it leaves open is not missed, and its own worker counts and faults do not count.
     """
     from picotron_ray.config.load import load_job, read_source
 
@@ -249,7 +249,8 @@ def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
     named = any(word.partition("=")[0] in ("data.path", "data") for word in overrides)
     memmap = isinstance(data, dict) and data.get("source", "stdlib") != "stdlib"
     unread = ["data.path=unread"] if memmap and not given and not named else []
-    return load_job(config, [*overrides, *unread, f"cluster.max_workers={gpus}", "cluster.min_workers=1"])
+    alone = ["chaos=[]", f"cluster.max_workers={gpus}", "cluster.min_workers=1"]
+    return load_job(config, [*overrides, *unread, *alone])
 
 
 def _show(lines: Iterable[str], value: dict[str, Any], json_file: str | None) -> None:

@@ -74,21 +74,28 @@ def _digest(line: str) -> str:
 
 
 class QuietHeartbeats:
-    """Heartbeats since the last line of a log that have none of their own: the newest of each node."""
+    """Heartbeats since the last line of a log that have none of their own: the newest of each node.
+
+    One that came late may tell fewer steps of a generation than the one before it: the most are kept.
+    """
 
     def __init__(self) -> None:
-        self._newest: dict[str, tuple[float, Heartbeat]] = {}
+        self._newest: dict[str, tuple[float, Heartbeat, int]] = {}
 
     def add(self, now: float, event: Event) -> None:
         """Take an event that is not eventful; ticks leave nothing."""
         if isinstance(event, Heartbeat):
-            self._newest[event.node] = now, event
+            most = max(event.steps.values(), default=0)
+            before = self._newest.get(event.node)
+            if before is not None and before[1].generation == event.generation:
+                most = max(most, before[2])
+            self._newest[event.node] = now, event, most
 
     def take(self) -> list[Any]:
         """Return ``[time, node, generation, most steps]`` of each, in the order of time, and forget them."""
         found = [
-            [now, beat.node, plain(beat.generation), max(beat.steps.values(), default=0)]
-            for now, beat in sorted(self._newest.values(), key=lambda entry: entry[0])
+            [now, beat.node, plain(beat.generation), most]
+            for now, beat, most in sorted(self._newest.values(), key=lambda entry: entry[0])
         ]
         self._newest.clear()
         return found

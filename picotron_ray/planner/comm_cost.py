@@ -9,7 +9,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import DeviceProfile
-from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.kept_activations import STATE_BYTES, casts
 from picotron_ray.planner.model_sizes import sizes_of
 
 
@@ -37,10 +37,13 @@ def tensor_passes(
     ``kernels.tp_overlap`` gathers again for the backward pass, once per module. Each of its collectives is tp
     - 1 transfers. Overlap itself is not counted. Its last sum is one operation with the product before it,
     whose input is kept, so a repeated forward pass runs it too.
+
+    Under autocast half of them move the residual stream in the wide precision (`planner.sent_bytes`).
     """
     if layout.tp == 1:
         return NOTHING
-    moved = hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
+    wider = (1 + stream_width(job, profile)) / 2
+    moved = wider * hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
     seconds = moved / group_link(profile, node_sizes, layout.tp, 1) + profile.latency_s
     if job.kernels.tp_overlap != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
@@ -98,6 +101,13 @@ def hidden_bytes(job: JobConfig, layout: Layout) -> int:
     return micro_batch_tokens(job, layout) * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
 
 
+def stream_width(job: JobConfig, profile: DeviceProfile) -> float:
+    """Bytes of a value on the residual stream, as a multiple of one inside products."""
+    if not profile.software.wide_stream or not casts(job):
+        return 1.0
+    return STATE_BYTES[job.precision] / COMPUTE_BYTES[job.precision]
+
+
 def link(profile: DeviceProfile, between_nodes: bool) -> float:
     """Bytes per second between workers of one node, or of several."""
     return (between_nodes and profile.node_link_bytes_s) or profile.link_bytes_s
@@ -117,3 +127,12 @@ def group_link(profile: DeviceProfile, node_sizes: tuple[int, ...], ranks: int, 
     over = (size % (ranks * stride) for size in node_sizes)
     together = min(max(1, left // stride) for left in over if left)
     return min(profile.link_bytes_s, together * profile.node_link_bytes_s)
+
+
+def pass_s(size: float, ranks: int, calls: float, profile: DeviceProfile, bytes_s: float) -> float:
+    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes. An all-reduce is both."""
+    if ranks == 1:
+        return 0.0
+    moved = size * (ranks - 1) / ranks
+    latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
+    return moved / bytes_s + latency

@@ -31,6 +31,8 @@ from picotron_ray.planner.comm_cost import (
     hidden_bytes,
     link,
     micro_batch_tokens,
+    pass_s,
+    stream_width,
     tensor_passes,
 )
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
@@ -284,7 +286,8 @@ def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tup
     """Seconds to pass one micro-batch's hidden states to the next stages and their gradients back."""
     if layout.pp == 1:
         return 0.0
-    hidden = hidden_bytes(job, layout) / (layout.tp if sizes_of(job.model).sequence_cut else 1)
+    cut = layout.tp if sizes_of(job.model).sequence_cut else 1
+    hidden = stream_width(job, profile) * hidden_bytes(job, layout) / cut
     return (
         2
         * _hops(layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
@@ -315,7 +318,7 @@ def _data(
     ends = 0.0
     if layout.first_stage_rank != layout.last_stage_rank:
         tied = STATE_BYTES[job.precision] * tied_copy(job.model, layout) / layout.shards
-        ends = 2 * _pass(tied, 2, 1, profile, link(profile, len(node_sizes) > 1)) if tied else 0.0
+        ends = 2 * pass_s(tied, 2, 1, profile, link(profile, len(node_sizes) > 1)) if tied else 0.0
     if layout.replicas == 1:
         return ends
     size = STATE_BYTES[job.precision] * _most_parameters(job, layout)
@@ -325,13 +328,13 @@ def _data(
     gradients, weights = _wire_shares(job, profile)
     part = size / layout.shards
     buckets = part / (BUCKET_BYTES * job.comm.bucket_mib / CommConfig().bucket_mib)
-    total = 2 * _pass(gradients * part, copies, buckets, profile, copies_link)
+    total = 2 * pass_s(gradients * part, copies, buckets, profile, copies_link)
     if layout.zero:
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
         blocks = _depth(job, layout, profile) + 2
-        total += gathers * _pass(weights * size, layout.shards, blocks, profile, shards_link)
-        total += reductions * _pass(gradients * size, layout.shards, blocks, profile, shards_link)
+        total += gathers * pass_s(weights * size, layout.shards, blocks, profile, shards_link)
+        total += reductions * pass_s(gradients * size, layout.shards, blocks, profile, shards_link)
     return total + ends
 
 
@@ -389,12 +392,3 @@ def _parameters_of_shape(job: JobConfig, shape: _Shape, tp: int, ep: int) -> flo
         sum(stage_parameters(job.model, layout.cut, stage, tp, ep) for stage in layout.rank_stages(rank))
         for rank in range(layout.pp)
     )
-
-
-def _pass(size: float, ranks: int, calls: float, profile: DeviceProfile, bytes_s: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes. An all-reduce is both."""
-    if ranks == 1:
-        return 0.0
-    moved = size * (ranks - 1) / ranks
-    latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
-    return moved / bytes_s + latency

@@ -107,3 +107,14 @@ def test_a_torn_line_is_known(torn: Any) -> None:
     assert unseal(seal(line)) == line
     assert unseal(line) == line, "of an older log"
     assert not unseal(torn(seal(line)))
+
+
+def test_a_heartbeat_that_came_late_takes_no_steps_back() -> None:
+    """A replay had fewer steps seen than the run where the newest one told fewer than the one before it."""
+    quiet, first, second = QuietHeartbeats(), m.GenerationId(1, 1), m.GenerationId(1, 2)
+    for at, generation, step in ((1.0, first, 16), (2.0, first, 14)):
+        quiet.add(at, m.Heartbeat("a", generation, {"w1": step}))
+    assert [[at, most] for at, _, _, most in quiet.take()] == [[2.0, 16]]
+    for at, generation, step in ((3.0, first, 16), (4.0, second, 3)):
+        quiet.add(at, m.Heartbeat("a", generation, {"w1": step}))
+    assert [[at, most] for at, _, _, most in quiet.take()] == [[4.0, 3]]

@@ -68,6 +68,10 @@ def test_gpus_override_the_configs_worker_counts() -> None:
     assert found.best.layout.world_size == 2
 
 
+def test_faults_of_workers_that_are_not_there_do_not_count() -> None:
+    assert run("plan", "quickstart", "--gpus", "2").exit_code == 0
+
+
 def test_degrees_may_need_more_than_the_configs_workers() -> None:
     words = ("layout.tp=2", "layout.pp=2", "layout.dp=8", "cluster.min_workers=4", "cluster.max_workers=4")
     found = run("plan", "llama-3-8b", "--gpus", "32", *words)

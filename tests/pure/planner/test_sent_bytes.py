@@ -1,0 +1,53 @@
+"""Bytes of axes by hand, and the cost model moving as many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from picotron_ray.config.load import parse_job
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.comm_cost import tensor_passes
+from picotron_ray.planner.model_sizes import parameter_count
+from picotron_ray.planner.sent_bytes import sent_bytes
+from picotron_ray.planner.software_profile import OURS
+from tests.support.runs.by_hand import UNIT
+
+HIDDEN, TOKENS, LAYERS = 64, 32, 4
+
+
+def job_of(precision: str = "bf16", rows: int = 4) -> JobConfig:
+    model = {
+        "vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 128, "layers": LAYERS, "heads": 4
+    }  # fmt: skip
+    data = {"sequence_length": TOKENS, "global_batch": rows}
+    return parse_job({"model": model, "data": data, "precision": precision, "cluster": {"device": "cpu"}})
+
+
+def test_bytes_by_hand() -> None:
+    """Tensor parallelism: eight collectives a block, half of them wide, two wide at each end; ZeRO-1 gathers
+    weights and scatters gradients once, HSDP adds an all-reduce of a shard.
+    """
+    stream = TOKENS * HIDDEN // 2
+    found = sent_bytes(job_of(), Layout(tp=2), 0)
+    assert found["tp"] == 4 * stream * (LAYERS * 4 * (4 + 2) + 2 * 2 * 4)
+    size = 4.0 * parameter_count(job_of().model)
+    assert sent_bytes(job_of(), Layout(dp=4), 0)["replicas"] == 2 * size * 3 / 4
+    assert sent_bytes(job_of(), Layout(dp=4, zero=1), 0)["replicas"] == 2 * size * 3 / 4
+    copies = sent_bytes(job_of(), Layout(dp=4, zero=2, replicate=2), 0)["replicas"]
+    assert copies == 2 * size / 2 + 2 * size / 2 / 2
+    hops = [sent_bytes(job_of(), Layout(pp=4), rank)["pp"] for rank in range(4)]
+    assert hops == [4 * TOKENS * HIDDEN * 4 * way for way in (1, 2, 2, 1)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_cost_model_moves_what_blocks_send(precision: str, recompute: str) -> None:
+    job, layout = job_of(precision), Layout(tp=2, recompute=recompute)
+    profile = replace(UNIT, link_bytes_s=1.0, latency_s=0.0, software=OURS)
+    ends = 4 * 4 * TOKENS * HIDDEN // 2 * 4
+    passes = tensor_passes(job, layout, profile, ())
+    moved = 4 * LAYERS * (passes.both + (passes.again if recompute == "full" else 0.0))
+    assert sent_bytes(job, layout, 0)["tp"] - ends == pytest.approx(moved, rel=0.08)

@@ -34,8 +34,8 @@ def test_a_worker_at_a_third_of_the_speed_costs_little(tmp_path: Path) -> None:
 
 
 STAGES = (
-    *("model.layers=8", "data.global_batch=24", "cluster.max_workers=2"),
-    *("layout.pp=2", "layout.dp=1", "layout.tp=1", "layout.micro_batch=4"),
+    *("model.layers=8", "data.global_batch=12", "cluster.max_workers=2"),
+    *("layout.pp=2", "layout.dp=1", "layout.tp=1", "layout.micro_batch=2"),
 )
 
 
@@ -43,14 +43,14 @@ def test_a_stage_that_becomes_slow_wins_back_half_of_its_loss(tmp_path: Path) ->
     run = adapting(
         tmp_path,
         "stages",
-        *("steps=130", "adapt.apply=[stages]", *STAGES),
-        chaos=[*sleeps(0.02, 0.02), slow(1, 0.06, step=41)],
+        *("steps=90", "adapt.apply=[stages]", *STAGES),
+        chaos=[*sleeps(0.05, 0.05), slow(1, 0.15, step=31)],
     )
     assert run.summary["failures"] == []
     assert ("apply", "stages") in run.decisions
     first_remesh = run.summary["generations"][1]["start_step"]
-    usual_s, slowed_s = run.step_s(10, 40), run.step_s(42, first_remesh)
-    after_s = run.step_s(run.last_start() + 5, 130)
+    usual_s, slowed_s = run.step_s(10, 30), run.step_s(32, first_remesh)
+    after_s = run.step_s(run.last_start() + 5, 90)
     back = (slowed_s - after_s) / (slowed_s - usual_s)
     print(
         f"stages: {usual_s:.3f} s, slowed {slowed_s:.3f} s, then {after_s:.3f} s; {100 * back:.0f} % won back"
@@ -91,11 +91,12 @@ def test_memory_pressure_leads_to_recompute_and_not_to_a_crash(tmp_path: Path) -
     """
     model = ("model.hidden_size=16", "model.intermediate_size=5120", "model.layers=3", "data.global_batch=16")
     layout = ("layout.dp=2", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=8")
-    job = (*model, *layout, "layout.recompute=none", "data.sequence_length=128", "steps=40")
-    roomy = adapting(tmp_path, "roomy", *job, "cluster.worker_memory_bytes=4000000000")
+    more = ("layout.recompute=none", "data.sequence_length=128", "optimizer.schedule.kind=constant")
+    job = (*model, *layout, *more)
+    roomy = adapting(tmp_path, "roomy", *job, "steps=14", "cluster.worker_memory_bytes=4000000000")
     peak = roomy.telemetry["memory"]["peak_bytes"]
     limit = f"cluster.worker_memory_bytes={int(peak / 0.95)}"
-    run = adapting(tmp_path, "tight", *job, limit, "adapt.apply=[recompute]")
+    run = adapting(tmp_path, "tight", *job, "steps=30", limit, "adapt.apply=[recompute]")
     after = run.telemetry["memory"]
     mb = [f"{nbytes / 1e6:.0f} MB" for nbytes in (peak, after["peak_bytes"], after["device_bytes"])]
     shares = f"{mb[0]}, then {mb[1]} of {mb[2]}"
@@ -103,7 +104,7 @@ def test_memory_pressure_leads_to_recompute_and_not_to_a_crash(tmp_path: Path) -
     assert run.summary["failures"] == []
     assert run.decisions == [("apply", "recompute"), ("kept", "recompute")]
     assert after["peak_bytes"] < 0.9 * after["device_bytes"]
-    assert run.losses == pytest.approx(roomy.losses, rel=1e-9)
+    assert run.losses[:14] == pytest.approx(roomy.losses, rel=1e-9)
 
 
 PLANTED = {

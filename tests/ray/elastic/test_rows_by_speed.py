@@ -1,4 +1,4 @@
-"""A short run that adapts, in every default run; `test_adaptation` has the figures that matter."""
+"""A short run that adapts; `test_adaptation` has the figures that matter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs.adapting_runs import adapting, sleeps
 
-pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(200), pytest.mark.deep]
 
 
 def test_rows_follow_the_speed_of_their_workers(tmp_path: Path) -> None:

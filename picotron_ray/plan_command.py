@@ -21,7 +21,7 @@ JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="also write the result to FILE, as JSON; - is stdout, alone"),
 ]
-HARDWARE = "h100-80g"
+HARDWARE, GPUS, GOAL = "h100-80g", 8, "throughput"
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")]
 HardwareName = Annotated[
     str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
@@ -75,10 +75,10 @@ CalibrationWord = Annotated[
 def plan(
     config: SomeConfig = None,
     overrides: Overrides = None,
-    gpus: Gpus = 8,
+    gpus: Gpus = GPUS,
     hardware: HardwareName = HARDWARE,
     validate: Validate = False,
-    goal: GoalWord = "throughput",
+    goal: GoalWord = GOAL,
     tokens: Tokens = None,
     deadline: Deadline = None,
     price: Price = None,
@@ -97,9 +97,10 @@ def plan(
 
     Example: picotron-ray plan llama-3-8b --gpus 64 --hardware h100-80g
     """
+    given = locals()
     with reported(json_file == "-"):
         if validate:
-            _check_alone(config, dry_run)
+            _check_alone(given)
             _validate(json_file)
             return
         from picotron_ray.planner import goals
@@ -174,11 +175,20 @@ def _prove(found: Any, value: dict[str, Any]) -> list[str]:
     return proof.lines()
 
 
-def _check_alone(config: str | None, dry_run: bool) -> None:
-    if config is not None:
-        raise ConfigError(f"plan --validate: saw {config}, expected no config: it predicts published runs")
-    if dry_run:
-        raise ConfigError("plan --validate: saw --dry-run, which proves one plan; drop one of them")
+def _check_alone(given: dict[str, Any]) -> None:
+    """Refuse what stands beside --validate; an option that has its default is not told from none."""
+    if given["config"] is not None:
+        raise ConfigError(
+            f"plan --validate: saw {given['config']}, expected no config: it predicts published runs"
+        )
+    alone = {**dict.fromkeys(given), "gpus": GPUS, "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
+    alone |= {"calibration": "auto", "dry_run": False, "validate": True, "json_file": given["json_file"]}
+    other = next((name for name, value in given.items() if value != alone[name]), None)
+    if other is not None:
+        option = {"what_for": "for"}.get(other, other).replace("_", "-")
+        raise ConfigError(
+            f"plan --validate: saw --{option}, which is of one plan, expected --json alone; drop one of them"
+        )
 
 
 def _check_purpose(what_for: str, write_size: Path | None) -> None:

@@ -30,6 +30,7 @@ class Analysis:
             have them.
         state_bytes: weights, gradients and moments of the optimizer, without any sharding.
         flops_per_token, flops_per_step: forward and backward.
+        sequence_length, global_batch, precision: tokens of a row, rows of a step, and how they are computed.
         memory_bytes: of the fullest rank by ZeRO stage, one row a micro-batch, over ``gpus`` replicas.
         largest_micro_batch: rows that fit a device by ZeRO stage, without and with full recomputation;
             0: none does.
@@ -42,6 +43,9 @@ class Analysis:
     state_bytes: int
     flops_per_token: float
     flops_per_step: float
+    sequence_length: int
+    global_batch: int
+    precision: str
     gpus: int
     hardware: str
     memory_bytes: dict[str, float]
@@ -71,6 +75,9 @@ def analyse(job: JobConfig, gpus: int, hardware: Hardware, held: dict[str, int] 
         state_bytes=(2 + MOMENTS[job.optimizer.name]) * kept * count,
         flops_per_token=flops,
         flops_per_step=flops * data.global_batch * data.sequence_length,
+        sequence_length=data.sequence_length,
+        global_batch=data.global_batch,
+        precision=job.precision,
         gpus=gpus,
         hardware=hardware.name,
         memory_bytes={

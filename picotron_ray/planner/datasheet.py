@@ -91,6 +91,8 @@ GPU = replace(device_profile(DATA_SHEETS["h100-80g"], software=OURS), memory_byt
 """An H100 of an InfiniBand cluster, which stands for any GPU until it is known or measured."""
 
 
+REACHED = (0.85, 1.15)
+"""Least and most of the rates of these profiles that the judged sources of published runs reached."""
 RESERVED = 0.1
 """Share of a card's memory that training does not get: CUDA's context, the buffers of NCCL and cuBLAS."""
 

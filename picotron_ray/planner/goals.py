@@ -20,7 +20,7 @@ from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.memory_causes import memory_by_cause
-from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, plan
+from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, plan, without_idle_twins
 from picotron_ray.planner.refusal import lean_layouts
 from picotron_ray.planner.search import distinct
 
@@ -289,10 +289,11 @@ def _leanest(found: PlanReport) -> PlanReport:
         layout: memory_estimate(found.job, layout).total_bytes
         for layout in lean_layouts(found.job, found.gpus)
     }
+    needs = {layout: size for layout, size in needs.items() if size <= found.budget_bytes}
     sizes = distinct(found.hardware.node_sizes(found.gpus))
     steps = [
         PlannedStep(layout, step_cost(found.job, layout, found.hardware.profile, sizes), needs[layout])
-        for layout in sorted(needs, key=lambda one: (needs[one], one))[:TABLE]
+        for layout in without_idle_twins(sorted(needs, key=lambda one: (needs[one], one)))[:TABLE]
     ]
     return _with_table(found, steps, [f"{step.memory_bytes / 1e9:.3g} GB a rank" for step in steps])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.datasheet import DATA_SHEETS, RESERVED, DataSheet, device_profile
+from picotron_ray.planner.datasheet import DATA_SHEETS, REACHED, RESERVED, DataSheet, device_profile
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.hardware_profile import HardwareProfile, load_profile
 from picotron_ray.planner.routes import Link
@@ -31,6 +31,7 @@ class Hardware:
         origin: where the figures are from.
         device: ``"cuda"`` or ``"cpu"``.
         cores: of a node whose workers are CPU cores; 0: devices are their own.
+        reached: least and most of the rates that clusters were seen to reach; ones where they were measured.
         link: what joins the devices of a node.
     """
 
@@ -42,6 +43,7 @@ class Hardware:
     origin: str
     device: str = "cuda"
     cores: int = 0
+    reached: tuple[float, float] = (1.0, 1.0)
     link: Link = "nvlink"
 
     def of_devices(self, devices: int) -> Hardware:
@@ -143,5 +145,11 @@ def of_sheet(name: str, sheet: DataSheet, node_size: int = NODE) -> Hardware:
     room = (1 - RESERVED) * sheet.memory_bytes
     origin = "data sheet, and shares of it that published runs reach"
     return Hardware(
-        name, replace(profile, memory_bytes=room), sheet.flops, sheet.memory_bytes, node_size, origin
+        name,
+        replace(profile, memory_bytes=room),
+        sheet.flops,
+        sheet.memory_bytes,
+        node_size,
+        origin,
+        reached=REACHED,
     )

@@ -6,14 +6,14 @@ Pure, and torch-free: `plan` answers "in which layout, and how fast" for a job a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.best_first import BestFirst, Choice
+from picotron_ray.planner.best_first import BestFirst, Choice, kind_of
 from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.hardware import Hardware
@@ -91,6 +91,12 @@ class PlanReport:
         data = self.job.data
         return data.global_batch * data.sequence_length / step_s
 
+    def tokens_range(self) -> tuple[float, float] | None:
+        """Tokens per second at the least and most of rates that clusters reach; None: they are measured."""
+        least, most = self.hardware.reached
+        best = self.tokens_per_s(self.best.cost.total_s)
+        return None if least == most else (least * best, most * best)
+
     def mfu(self, step: PlannedStep) -> float:
         """Model FLOPs utilization: of all devices given, idle ones included."""
         flops = flops_per_token(self.job.model, self.job.data.sequence_length)
@@ -106,6 +112,7 @@ class PlanReport:
             "hardware": self.hardware.name,
             "step_s": best.cost.total_s,
             "tokens_per_s": self.tokens_per_s(best.cost.total_s),
+            "tokens_per_s_range": self.tokens_range(),
             "mfu": self.mfu(best),
             "memory_bytes": [rank["total"] for rank in self.by_rank],
             "memory_budget_bytes": self.budget_bytes,
@@ -164,7 +171,7 @@ def plan(
     sizes = distinct(hardware.node_sizes(gpus))
     table = tuple(
         PlannedStep(layout, step_cost(job, layout, hardware.profile, sizes), _total(job, layout))
-        for _, layout in search.found
+        for layout in without_idle_twins([layout for _, layout in search.found])
     )
     best = table[0]
     lost = [(step.layout, why_dearer(best.cost, step.cost)) for step in table[1:]]
@@ -184,6 +191,17 @@ def plan(
         seconds=seconds,
         costed=search.costed,
     )
+
+
+def without_idle_twins(layouts: Iterable[Layout]) -> list[Layout]:
+    """The layouts, in their order, without those that differ from an earlier one in replicas alone.
+
+    Besides those, in micro-batch and recomputation: each has those that are best for it.
+    """
+    first: dict[Layout, Layout] = {}
+    for one in layouts:
+        first.setdefault(replace(kind_of(one), dp=1, replicate=1), one)
+    return list(first.values())
 
 
 def for_devices(job: JobConfig, gpus: int, device: str = "cuda") -> JobConfig:

@@ -8,7 +8,7 @@ from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.cluster_size import ClusterSize
 from picotron_ray.planner.goals import RunEstimate, said_hours
 from picotron_ray.planner.model_sizes import parameter_count
-from picotron_ray.planner.plan import PlanReport
+from picotron_ray.planner.plan import PlannedStep, PlanReport
 from picotron_ray.planner.published.memory import StageMemory, memory_dict
 from picotron_ray.planner.published.sources import SOURCES
 from picotron_ray.planner.published.validate import Prediction, Validation
@@ -21,10 +21,10 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     best = plan.best
     nodes = len(plan.hardware.node_sizes(plan.gpus))
     yield f"{plan.gpus} {plan.hardware.name} on {nodes} node{'s' * (nodes > 1)} ({plan.hardware.origin})"
-    yield f"layout     {best.layout}"
+    yield f"layout     {best.layout}{_idle(plan, best)}"
     yield (
         f"step       {best.cost.total_s:.3g} s, {plan.tokens_per_s(best.cost.total_s):,.0f} tokens/s,"
-        f" MFU {100 * plan.mfu(best):.1f} %"
+        f" MFU {100 * plan.mfu(best):.1f} %{_range(plan)}"
     )
     causes = plan.to_dict()["breakdown"]["step_s"]
     total = best.cost.total_s
@@ -41,7 +41,7 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     for step, lost in zip(plan.table, (plan.reason, *(reason for _, reason in plan.rejected)), strict=False):
         yield (
             f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / 1e9:6.1f} GB  {str(step.layout)[:70]}"
-            f"{f'  ({lost})' if lost else ''}"
+            f"{_idle(plan, step)}{f'  ({lost})' if lost else ''}"
         )
     for layout, reason in plan.rejected[len(plan.table) - 1 :][:3]:
         yield f"  does not fit: {str(layout)[:70]} {reason}"
@@ -49,6 +49,16 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
         gain = 100 * (1 - one.step_s / total)
         yield f"{one.what} would make a step of {one.step_s:.3g} s ({gain:+.1f} %): {str(one.layout)[:70]}"
     yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
+
+
+def _idle(plan: PlanReport, step: PlannedStep) -> str:
+    idle = plan.gpus - step.layout.world_size
+    return f" ({idle} idle)" if idle else ""
+
+
+def _range(plan: PlanReport) -> str:
+    found = plan.tokens_range()
+    return "" if found is None else f"; {found[0]:,.0f} to {found[1]:,.0f} by how published clusters differ"
 
 
 def run_lines(run: RunEstimate | None) -> Iterator[str]:
@@ -102,7 +112,10 @@ def analysis_lines(found: Analysis) -> Iterator[str]:
     yield f"weights     {sizes}"
     yield f"state       {found.state_bytes / 1e9:.3g} GB of weights, gradients and moments, not sharded"
     yield f"FLOPs       {found.flops_per_token:.3g} a token, {found.flops_per_step:.3g} a step"
-    yield f"on {found.gpus} {found.hardware}, one row a micro-batch:"
+    yield (
+        f"on {found.gpus} {found.hardware}, one row of {found.sequence_length} tokens a micro-batch, steps of"
+        f" {found.global_batch} rows, in {found.precision}:"
+    )
     for zero, size in found.memory_bytes.items():
         rows = found.largest_micro_batch[zero]
         yield (
@@ -124,6 +137,9 @@ def validation_lines(found: Validation) -> Iterator[str]:
             if mape is None
             else [f"MAPE {100 * mape:.1f} %", f"worst {100 * (summary['worst'] or 0):.1f} %"]
         )
+        if summary["efficiency"] is not None:
+            figures.append(f"efficiency {summary['efficiency']:.3f}")
+            figures.append(f"MAPE {100 * (summary['plain_mape'] or 0):.1f} % without it")
         figures += [] if rank is None else [f"rank correlation {rank:.3f}"]
         yield f"  {summary['judged']} judged" + (f": {', '.join(figures)}" if figures else ", no prediction")
     yield (

@@ -12,7 +12,7 @@ from picotron_ray.planner.calibration import calibrated
 from picotron_ray.planner.calibration_history import CalibrationHistory, Correction, correction
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.plan import for_devices
-from picotron_ray.runtime.calibration_store import folder, hardware_here, load, path_of
+from picotron_ray.runtime.calibration_store import folder, hardware_here, load, path_of, read
 
 SHOWN = 5
 
@@ -29,9 +29,8 @@ def calibrated_hardware(
         ConfigError: the file cannot be read, or is of another kind of device.
     """
     path = _path(found, asked)
-    history = None if path is None else load(path)
-    if asked not in ("auto", "none"):
-        _check(asked, history, found)
+    named = asked not in ("auto", "none")
+    history = None if path is None else _named(asked, found) if named else load(path)
     fixed = correction(
         history,
         for_devices(job, gpus, found.device),
@@ -40,7 +39,11 @@ def calibrated_hardware(
     if not fixed.why:
         return found, fixed, None
     profile = calibrated(found.profile, fixed.factors)
-    return replace(found, profile=profile, origin=f"{found.origin}; calibrated"), fixed, path
+    return (
+        replace(found, profile=profile, origin=f"{found.origin}; calibrated", reached=(1.0, 1.0)),
+        fixed,
+        path,
+    )
 
 
 def _path(found: Hardware, asked: str) -> Path | None:
@@ -58,14 +61,23 @@ def _path(found: Hardware, asked: str) -> Path | None:
     return None
 
 
-def _check(asked: str, history: CalibrationHistory | None, found: Hardware) -> None:
-    if history is None:
-        raise ConfigError(f"--calibration: saw {asked}, expected auto, none, or a file of measured runs")
+def _named(asked: str, found: Hardware) -> CalibrationHistory:
+    """The history of a file that was asked for by name."""
+    expected = "expected auto, none, or a file of measured runs"
+    try:
+        history = read(Path(asked))
+    except OSError as error:
+        raise ConfigError(
+            f"--calibration: cannot read {asked}: {error.strerror or error}; {expected}"
+        ) from None
+    except ValueError:
+        raise ConfigError(f"--calibration: saw {asked}, which holds no measured runs; {expected}") from None
     if history.device != found.device:
         raise ConfigError(
             f"--calibration: saw runs on {history.hardware} ({history.device}) in {asked}, expected some on"
             f" {found.device}; give another file, or none"
         )
+    return history
 
 
 def correction_lines(fixed: Correction, path: Path | None) -> Iterator[str]:

@@ -65,12 +65,17 @@ def path_of(device: str, hardware: str) -> Path:
     return folder() / f"{words[:80]}.json"
 
 
+def read(path: Path) -> CalibrationHistory:
+    """The history of a file. Raises OSError or ValueError where it cannot be read, or is none."""
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"larger than {MOST_BYTES} bytes")
+    return CalibrationHistory.model_validate_json(path.read_text(encoding="utf-8"))
+
+
 def load(path: Path) -> CalibrationHistory | None:
     """The history of a file; None where there is none, or it is damaged."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"larger than {MOST_BYTES} bytes")
-        return CalibrationHistory.model_validate_json(path.read_text(encoding="utf-8"))
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, ValueError, ValidationError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from picotron_ray.planner.published.runs import PublishedRun, published_runs
@@ -26,12 +27,14 @@ class Prediction:
     Fields:
         predicted: None where the source states too little.
         error: of the predicted seconds per step, as a share of the published ones; None likewise.
+        plain_error: the same without the source's efficiency, as a plan for other clusters is made.
         role: ``judged``, ``fitted`` (it set the efficiency), ``doubt`` or ``incomplete``.
     """
 
     run: PublishedRun
     predicted: float | None
     error: float | None
+    plain_error: float | None
     role: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class Prediction:
             "published": run.figure,
             "predicted": self.predicted,
             "error": self.error,
+            "plain_error": self.plain_error,
             "role": self.role,
             "doubt": run.doubt,
         }
@@ -112,7 +116,7 @@ def _of_source(runs: Sequence[PublishedRun]) -> list[Prediction]:
     found = []
     for run in runs:
         if id(run) not in ratios:
-            found.append(Prediction(run, None, None, "incomplete"))
+            found.append(Prediction(run, None, None, None, "incomplete"))
             continue
         if run.source == MEGATRON:
             rest = [ratios[id(other)] for other in sure if other is not run]
@@ -120,8 +124,8 @@ def _of_source(runs: Sequence[PublishedRun]) -> list[Prediction]:
         else:
             efficiency = ratios[id(sure[0])]
         error = ratios[id(run)] / efficiency - 1
-        found.append(Prediction(run, run.as_published((1 + error) * run.published_s()), error,
-                                _role(run, complete, sure[0])))  # fmt: skip
+        predicted, role = run.as_published((1 + error) * run.published_s()), _role(run, complete, sure[0])
+        found.append(Prediction(run, predicted, error, ratios[id(run)] - 1, role))
     return found
 
 
@@ -142,12 +146,26 @@ def _summary(predictions: Sequence[Prediction]) -> dict[str, float | int | None]
         "rows": len(predictions),
         "judged": sum(one.role == "judged" for one in rows),
         "mape": _mape([one for one in judged if one.role != "fitted"]) if judged else None,
+        "efficiency": _efficiency(judged),
+        "plain_mape": _plain_mape(judged) if judged else None,
         "worst": max((abs(one.error or 0.0) for one in judged), default=None),
         "doubted_mape": _mape(apart) if apart else None,
         "rank_correlation": rank_correlation(
             [one.run.figure for one in judged], [one.predicted or 0.0 for one in judged]
         ),
     }
+
+
+def _efficiency(predictions: Sequence[Prediction]) -> float | None:
+    """Factor of all rates by which a source was predicted; the median where rows have their own."""
+    found = [(1 + one.plain_error) / (1 + one.error) for one in predictions
+             if one.error is not None and one.plain_error is not None]  # fmt: skip
+    return median(found) if found else None
+
+
+def _plain_mape(predictions: Sequence[Prediction]) -> float:
+    errors = [abs(one.plain_error or 0.0) for one in predictions]
+    return sum(errors) / len(errors) if errors else 0.0
 
 
 def _mape(predictions: Sequence[Prediction]) -> float:

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.hardware import NAMES, hardware
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.plan import for_devices, plan
+from picotron_ray.planner.plan_text import analysis_lines, plan_lines, validation_lines
+from picotron_ray.planner.published.validate import validate
 from picotron_ray.planner.search import choose_layout
 
 H100 = hardware("h100-80g")
@@ -124,12 +127,22 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
     [
         (("plan",), "plan: saw no config, expected a YAML file or a recipe, or --validate"),
         (("plan", "tiny", "--validate"), "plan --validate: saw tiny, expected no config"),
-        (("plan", "--validate", "--dry-run"), "plan --validate: saw --dry-run, which proves one plan"),
+        (("plan", "--validate", "--dry-run"), "plan --validate: saw --dry-run, which is of one plan"),
         (
             ("plan", "llama-3-8b", "--dry-run", "precision=fp8"),
             "--dry-run: saw precision=fp8, whose products need a GPU",
         ),
         (("plan", "llama-3.1-405b", "--gpus", "8"), "; 152 h100-80g would do"),
+        (("plan", "--validate", "--gpus", "4"), "plan --validate: saw --gpus, which is of one plan"),
+        (("plan", "--validate", "--goal", "memory"), "plan --validate: saw --goal"),
+        (
+            ("plan", "tiny", "--calibration", "/nowhere/x"),
+            "--calibration: cannot read /nowhere/x: No such file",
+        ),
+        (
+            ("plan", "tiny", "--calibration", __file__),
+            "which holds no measured runs; expected auto, none, or",
+        ),
         (("plan", "tiny", "--hardware", "h100"), "--hardware: saw h100, expected one of a100-80g, h100-80g"),
         (("plan", "llama-3-70b", "--gpus", "8"), "; 24 h100-80g would do"),
         (("plan", "tiny", "layout.tp=3"), "layout.tp: saw 3, which does not divide"),
@@ -195,6 +208,29 @@ def test_every_hardware_has_a_plan(name: str) -> None:
     assert 0.2 < found.mfu(found.best) < 0.75
 
 
+def test_rows_of_a_table_are_of_different_kinds_and_say_who_idles() -> None:
+    found = plan(job("llama-3-8b"), 63, H100, buys=False)
+    kinds = {(s.layout.tp, s.layout.pp, s.layout.cp, s.layout.zero, s.layout.schedule) for s in found.table}
+    assert len(kinds) == len(found.table)
+    idle = 63 - found.best.layout.world_size
+    assert idle
+    assert f"layout     {found.best.layout} ({idle} idle)" in list(plan_lines(found))
+
+
+def test_the_range_of_tokens_is_that_of_judged_sources() -> None:
+    found = plan(job(), 8, H100, buys=False)
+    sources = [one for one in validate().by_source.values() if one["judged"]]
+    seen = [one["efficiency"] for one in sources]
+    assert found.hardware.reached == pytest.approx((min(seen), max(seen)), abs=0.02)
+    assert all(one["plain_mape"] >= 0.9 * (abs(1 - one["efficiency"]) - one["mape"]) for one in sources)
+    best = found.tokens_per_s(found.best.cost.total_s)
+    assert found.tokens_range() == pytest.approx([share * best for share in H100.reached])
+    assert plan(job(), 8, replace(H100, reached=(1.0, 1.0)), buys=False).tokens_range() is None
+    line = next(line for line in validation_lines(validate()) if "8 judged" in line)
+    assert "efficiency 1.15" in line
+    assert "% without it" in line
+
+
 # --- analyse -----------------------------------------------------------------------------------------
 
 
@@ -204,6 +240,9 @@ def test_an_analysis_by_hand() -> None:
     assert found.parameters == found.trainable == found.active == 134_515_008
     assert found.bytes == {"fp32": 4 * found.parameters, "bf16": 2 * found.parameters}
     assert found.state_bytes == 16 * found.parameters
+    rows, batch = config.data.sequence_length, config.data.global_batch
+    said = f"one row of {rows} tokens a micro-batch, steps of {batch} rows, in bf16:"
+    assert any(said in line for line in analysis_lines(found))
     assert (
         found.flops_per_step == found.flops_per_token * config.data.global_batch * config.data.sequence_length
     )

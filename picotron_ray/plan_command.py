@@ -22,7 +22,7 @@ JsonFile = Annotated[
     typer.Option("--json", metavar="FILE", help="also write the result to FILE, as JSON; - is stdout, alone"),
 ]
 HARDWARE, GPUS, GOAL = "h100-80g", 8, "throughput"
-Gpus = Annotated[int, typer.Option("--gpus", min=1, help="devices; they override the config's worker counts")]
+Gpus = Annotated[int, typer.Option("--gpus", help="devices; they override the config's worker counts")]
 HardwareName = Annotated[
     str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
 ]
@@ -32,7 +32,9 @@ Validate = Annotated[
 GoalWord = Annotated[
     str, typer.Option("--goal", help="throughput, memory, fewest, cheapest, robust or balanced")
 ]
-Tokens = Annotated[float | None, typer.Option("--tokens", help="of the whole run, such as 2e12")]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="NUMBER", help="of the whole run, such as 2e12")
+]
 Deadline = Annotated[str | None, typer.Option("--deadline", help="time that the run may take: 36h, 90m, 3d")]
 Price = Annotated[
     str | None,
@@ -110,9 +112,9 @@ def plan(
 
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
-        _check_purpose(what_for, write_size)
+        _check_purpose(gpus, what_for, write_size)
         job = shape_of(config, overrides or [], gpus)
-        asked = goals.goal_of(goal, tokens, deadline, price, losing)
+        asked = goals.goal_of(goal, goals.tokens_of(tokens), deadline, price, losing)
         devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
         ways: dict[str, Any] = {}
         if search is None:
@@ -191,7 +193,9 @@ def _check_alone(given: dict[str, Any]) -> None:
         )
 
 
-def _check_purpose(what_for: str, write_size: Path | None) -> None:
+def _check_purpose(gpus: int, what_for: str, write_size: Path | None) -> None:
+    if gpus < 1:
+        raise ConfigError(f"--gpus: saw {gpus}, expected at least 1, such as --gpus 8")
     if what_for not in ("run", "cluster"):
         raise ConfigError(f"--for: saw {what_for}, expected run or cluster")
     if write_size is not None and what_for != "cluster":

@@ -78,6 +78,18 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
+def tokens_of(text: str | None) -> float | None:
+    """Tokens of a number such as ``2e12``; None for none. Raises ConfigError for anything else.
+
+    >>> tokens_of("2e12")
+    2000000000000.0
+    """
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise ConfigError(f"--tokens: saw {text}, expected a number above 0, such as 2e12") from None
+
+
 def price_of(text: str) -> tuple[float, float]:
     """Price and interruptions per device and hour, of ``gpu-hour=2.5,interruptions=0.01``.
 

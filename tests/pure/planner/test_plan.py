@@ -133,6 +133,8 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
             "--dry-run: saw precision=fp8, whose products need a GPU",
         ),
         (("plan", "llama-3.1-405b", "--gpus", "8"), "; 152 h100-80g would do"),
+        (("plan", "tiny", "--gpus", "0"), "--gpus: saw 0, expected at least 1, such as --gpus 8"),
+        (("plan", "tiny", "--tokens", "2T"), "--tokens: saw 2T, expected a number above 0, such as 2e12"),
         (("plan", "--validate", "--gpus", "4"), "plan --validate: saw --gpus, which is of one plan"),
         (("plan", "--validate", "--goal", "memory"), "plan --validate: saw --goal"),
         (

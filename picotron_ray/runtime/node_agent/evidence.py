@@ -29,7 +29,7 @@ STOPPED = "TtZX"
 
 
 @dataclass(slots=True)
-class _Asked:
+class _AskedWorker:
     """One worker that was asked.
 
     Fields:
@@ -73,8 +73,8 @@ def ask_workers(
     return [_entry(each, now_s, most_bytes) for each in asked]
 
 
-def _ask(folder: Path, page: PageView) -> _Asked:
-    found = _Asked(
+def _ask(folder: Path, page: PageView) -> _AskedWorker:
+    found = _AskedWorker(
         page, folder / (page.worker + STACKS), folder / (page.worker + COLLECTIVES), _state(page.pid)
     )
     if found.state in STOPPED or not found.stacks.exists():  # the signal would be its end
@@ -91,7 +91,7 @@ def _ask(folder: Path, page: PageView) -> _Asked:
     return found
 
 
-def _entry(asked: _Asked, now_s: float, most_bytes: int) -> dict[str, Any]:
+def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]:
     page = asked.page
     stacks = _read(asked.stacks, asked.before, most_bytes)
     with contextlib.suppress(OSError):  # it appends: the file begins anew

@@ -107,7 +107,7 @@ def test_stacks_that_are_still_being_written_are_waited_for(tmp_path: Path) -> N
     assert page is not None
     (tmp_path / "w1.collectives").write_text("{}")
     stacks = tmp_path / "w1.stacks"
-    asked = evidence._Asked(page, stacks, tmp_path / "w1.collectives", "R")
+    asked = evidence._AskedWorker(page, stacks, tmp_path / "w1.collectives", "R")
     stacks.write_text('Thread 0x01 (most recent call first):\n  File "<frozen importlib')
     asked.complete(0.0)
     assert not asked.complete(9.0)

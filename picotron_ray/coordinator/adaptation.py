@@ -190,6 +190,8 @@ def _chosen(
     for offer in ranked(offers, known):
         if not pays(offer, figures.step_s, steps_left, config.hysteresis):
             why = f"{offer.kind} would save {100 * offer.gain:.1f} % of a step, too little"
+            if offer.gain > config.hysteresis:
+                why += f" for the {steps_left} steps that are left"
             break
         if left <= 0:
             why = f"adapt.budget={config.budget} changes were made within the hour"

@@ -36,7 +36,7 @@ def test_a_trial_goes_on_under_the_next_coordinator(tmp_path: Path) -> None:
     watched.until(lambda status: status["term"] == 2)
     run = ended(watched)
     assert run.summary["failures"] == []
-    assert run.decisions[0] == ("kept", "rows")
+    assert run.decisions[:2] == [("apply", "rows"), ("kept", "rows")]
     assert [(one["term"], one["n"]) for one in run.summary["generations"]][:2] == [(1, 1), (1, 2)]
     assert "rows" in run.layouts[-1]
 

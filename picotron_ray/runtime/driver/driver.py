@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -50,7 +51,7 @@ from picotron_ray.runtime.driver.resolve_job import (
     resolve_words,
 )
 from picotron_ray.runtime.driver.submission import Submission
-from picotron_ray.runtime.ray_cluster import connect, supervisor
+from picotron_ray.runtime.ray_cluster import connect, local_ray, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, coordinator_name, event_folder
 
@@ -110,9 +111,11 @@ def _drive(
     """Start the run or attach to it, follow it to its end; ``started`` hears once it has a coordinator."""
     job = asked.job
     with signal_handlers(_before(job.name)) as signals:  # before the run exists: no request to stop is lost
-        local = _connected(asked, console, signals.note)
+        local = _connected(asked, console, signals.note, begins=False)
         with waiting.told(_said_on(console), "the coordinator"):
             coordinator, attached = _coordinator(asked, local, console, signals)
+        if local is not None:
+            local_ray.begun_file(Path(local.temp_folder)).touch()
         started()
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
@@ -157,11 +160,11 @@ def _before(run: str) -> str:
 
 
 def _connected(
-    asked: ResolvedJob, console: Console, connected: Callable[[], None] = lambda: None
+    asked: ResolvedJob, console: Console, connected: Callable[[], None] = lambda: None, begins: bool = True
 ) -> LocalRay | None:
     """Connect to the Ray that holds the run, or to one that is started for it; returns a local one.
 
-    ``connected`` is called as soon as it is.
+    ``connected`` and ``begins`` are as `connect` has them.
     """
     say = _said_on(console)
     if asked.owns_ray:
@@ -171,7 +174,7 @@ def _connected(
         say(line)
     began = time.monotonic()
     with waiting.told(say, "Ray"):
-        local = connect.connect(asked.job, connected)
+        local = connect.connect(asked.job, connected, begins)
     if asked.owns_ray:
         say(f"run {asked.job.name}: Ray is up ({time.monotonic() - began:.1f} s); starting its coordinator")
     return local

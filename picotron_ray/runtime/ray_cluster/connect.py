@@ -51,11 +51,14 @@ def refuse_unauthenticated(job: JobConfig) -> None:
         )
 
 
-def connect(job: JobConfig, connected: Callable[[], None] = lambda: None) -> LocalRay | None:
+def connect(
+    job: JobConfig, connected: Callable[[], None] = lambda: None, begins: bool = True
+) -> LocalRay | None:
     """Connect this process to Ray, starting a local one where none runs; None: RAY_ADDRESS was used.
 
     Args:
         connected: called as soon as it is. What is raised until then takes down what was started.
+        begins: a Ray that is started here outlives this process from now on; else from ``begun_file`` on.
     """
     if os.environ.get("RAY_ADDRESS"):
         connect_to(os.environ["RAY_ADDRESS"])
@@ -70,6 +73,8 @@ def connect(job: JobConfig, connected: Callable[[], None] = lambda: None) -> Loc
     try:
         attach(ray)
         connected()
+        if begins or not fresh:
+            local_ray.begun_file(Path(ray.temp_folder)).touch()
     except BaseException:
         if fresh:
             _take_down(ray)

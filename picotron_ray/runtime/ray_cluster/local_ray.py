@@ -102,6 +102,11 @@ def ended_file(temp_folder: Path) -> Path:
     return temp_folder / "ended"
 
 
+def begun_file(temp_folder: Path) -> Path:
+    """File that exists once Ray has something to run, for which it outlives the process that started it."""
+    return temp_folder / "begun"
+
+
 def exit_file(temp_folder: Path) -> Path:
     """File that exists once Ray's head has ended by itself, with its exit status."""
     return temp_folder / "exit-status"
@@ -299,6 +304,7 @@ def _start_once(
     }
     environment.pop("RAY_ADDRESS", None)
     supervise = [sys.executable, "-m", "picotron_ray.runtime.ray_cluster.supervisor", run, str(ended)]
+    supervise.append(str(os.getpid()))
     with (temp_folder / "ray.log").open("wb") as log:
         process = subprocess.Popen(
             [*supervise, *_head_command(temp_folder, cpus, gpus)],

@@ -1,8 +1,9 @@
 """The leader of a local Ray's session: runs Ray's head and takes everything down when the run is over.
 
-``python -m picotron_ray.runtime.ray_cluster.supervisor RUN ENDED COMMAND…``. It imports neither Ray nor
-torch. It ends when Ray's head ends, on SIGTERM, or once the file ENDED has existed for ``LINGER_S`` (drivers
-that are attached read the run's result meanwhile), and leaves no process, slot folder or state file behind.
+``python -m picotron_ray.runtime.ray_cluster.supervisor RUN ENDED STARTER COMMAND…``. It imports neither Ray
+nor torch. It ends when Ray's head ends, on SIGTERM, once the file ENDED has existed for ``LINGER_S`` (drivers
+that are attached read the run's result meanwhile), or when the process STARTER, its parent, is gone before
+there was anything to run, and leaves no process, slot folder or state file behind.
 A state file that is deleted meanwhile it writes again: by that alone other commands find the run.
 """
 
@@ -56,8 +57,11 @@ class StateKeeper:
                         local_ray.save(self._seen)
 
 
-def _wait(head: subprocess.Popen[bytes], ended: Path, keeper: StateKeeper) -> None:
+def _wait(head: subprocess.Popen[bytes], ended: Path, starter: int, keeper: StateKeeper) -> None:
+    begun = local_ray.begun_file(ended.parent)
     while head.poll() is None:
+        if os.getppid() != starter and not begun.exists():
+            return
         if ended.exists() and time.time() - ended.stat().st_mtime > LINGER_S:
             return
         if not ended.exists():
@@ -72,12 +76,12 @@ def _tell(path: Path, text: str) -> None:
         temporary.rename(path)
 
 
-def main(run: str, ended: str, command: list[str]) -> int:
+def main(run: str, ended: str, starter: int, command: list[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     mark = os.environ[processes.MARK]
     head = subprocess.Popen(command)
     try:
-        _wait(head, Path(ended), StateKeeper(run, mark))
+        _wait(head, Path(ended), starter, StateKeeper(run, mark))
     except _Terminated:
         # Whoever sent it (``local_ray.stop``) holds the lock and removes the folders and the state file.
         _end(head, mark)
@@ -100,4 +104,4 @@ def _end(head: subprocess.Popen[bytes], mark: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))

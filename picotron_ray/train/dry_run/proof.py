@@ -89,7 +89,7 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
     whole = layout.micro_batches(job.data.global_batch)
     count = min(whole, PASSES * layout.pp)
-    if count < whole and not layout.replica_rows and layout.schedule != "custom":
+    if count < whole and not layout.replica_rows and not job.layout.actions:
         rows = layout.dp * layout.micro_batch * count
         job = job.model_copy(update={"data": job.data.model_copy(update={"global_batch": rows})})
     proofs = tuple(_rank_proof(job, layout, rank) for rank in _ranks(job, layout))

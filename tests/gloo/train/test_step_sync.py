@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from picotron_ray.layout.layout import Layout
@@ -35,9 +36,13 @@ def contributions() -> list[Contribution]:
     ]
 
 
+def agreed(records: list[Contribution], layout: Layout) -> Agreement:
+    return agree(np.concatenate([one.record for one in records]), layout)
+
+
 def test_numbers_of_all_ranks_become_one() -> None:
     """Losses are added, the slowest rank counts, and each stage's assignments once."""
-    assert agree(contributions(), WIDE) == Agreement(
+    assert agreed(contributions(), WIDE) == Agreement(
         loss_sum=120.0,
         grad_norm=0.5,
         rows=((0, 3, "00" * 16), (3, 7, "01" * 16)),
@@ -54,7 +59,7 @@ def test_numbers_of_all_ranks_become_one() -> None:
     [(0.0, 1.0, 1), (0.5, 1.0, 1), (0.51, 1.0, 2), (1.0, 1.0, 2), (1.01, 1.0, 3), (3.0, 0.0, 1)],
 )
 def test_a_snapshot_costs_half_of_the_time_at_most(cost: float, step: float, interval: int) -> None:
-    found = agree([replace(ONE, snapshot_cost_s=cost, step_time_s=step)], Layout())
+    found = agreed([replace(ONE, snapshot_cost_s=cost, step_time_s=step)], Layout())
     assert found.snapshot_interval == interval
 
 
@@ -62,7 +67,7 @@ def test_a_replica_that_fed_something_else_is_told() -> None:
     records = contributions()
     records[6] = replace(records[6], rows=(3, 8))
     with pytest.raises(RuntimeError) as caught:
-        agree(records, WIDE)
+        agreed(records, WIDE)
     digest = "01" * 16
     assert str(caught.value) == f"rank 6 fed tokens (3, 8, '{digest}'), its replica fed (3, 7, '{digest}')"
 
@@ -72,6 +77,6 @@ def test_a_rank_alone_agrees_with_itself() -> None:
         1.5, 2.5, ((0, 4, ONE.digest.hex()),), STOP, 7, 3, imbalance=1.25, dropped=9, costs=NO_COSTS
     )
     timed = [replace(ONE, costs=(Cost(*cost), *NO_COSTS[1:])) for cost in ((8, 0.25), (4, 0.5))]
-    assert agree(timed, Layout(tp=2)).costs == (Cost(8, 0.5), *NO_COSTS[1:]), "the largest of each"
-    assert agree([Contribution(1.0, 2.0)], Layout()).flags == 0
+    assert agreed(timed, Layout(tp=2)).costs == (Cost(8, 0.5), *NO_COSTS[1:]), "the largest of each"
+    assert agreed([Contribution(1.0, 2.0)], Layout()).flags == 0
     assert STOP & SNAPSHOT == 0

@@ -1826,7 +1826,8 @@ def test_a_nodes_traits_come_from_its_labels_and_its_agent() -> None:
     on_host = traits_of(racked, here, hello, WorkerNeeds(1.0, 0.0))
     share = 8 * 2**30 - PROCESS_BYTES
     assert on_host == m.NodeTraits("n", share, "r1", False), "32 GiB for the 4 that may run there"
-    assert traits_of(racked, here, hello, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 15 * 2**30, "r1", True)
+    on_gpu = m.NodeTraits("n", 15 * 2**30, "r1", True, "T4")
+    assert traits_of(racked, here, hello, WorkerNeeds(1.0, 1.0)) == on_gpu
     bare = JobConfig.model_validate({"cluster": {"failure_domain_label": None}})
     assert traits_of(bare, here, {}, WorkerNeeds(1.0, 1.0)) == m.NodeTraits("n", 0, "", True)
     assert joined(on_host, 3) == m.NodeJoined("n", 3, "", share, domain="r1")

@@ -20,13 +20,14 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver import driver
 from picotron_ray.runtime.driver.resolve_job import PATHS, check_machine, resolve_words
+from tuning import plan
 
 
 class EnoughError(Exception):
     """Everything before Ray is through."""
 
 
-def enough(job: JobConfig, connected: Any = None) -> None:
+def enough(*_: Any) -> None:
     raise EnoughError
 
 
@@ -54,6 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counting("datasets", dataset, "DataSplits")
     for name in ("_cheapest", "_ranked"):
         counting("layouts", search, name)
+    counting("layouts", plan, "ranked")
     return counts
 
 
@@ -97,7 +99,7 @@ def test_the_job_that_was_checked_is_the_one_that_runs(
     disk.mkdir()
     room = {str(small): 1 << 20, str(disk): 1 << 40}
     monkeypatch.setattr(slot_pool, "free_bytes", lambda folder: room[str(folder)])
-    monkeypatch.setattr(driver.connect, "connect", lambda job, connected: "local")
+    monkeypatch.setattr(driver.connect, "connect", lambda *_: "local")
     monkeypatch.setattr(driver, "find_coordinator", lambda run: None)
     monkeypatch.setattr(driver, "take_down", lambda *parts: None)
     ran: list[JobConfig] = []

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -115,7 +114,7 @@ def _drive(
         with waiting.told(_said_on(console), "the coordinator"):
             coordinator, attached = _coordinator(asked, local, console, signals)
         if local is not None:
-            local_ray.begun_file(Path(local.temp_folder)).touch()
+            local_ray.begin(local)
         started()
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)

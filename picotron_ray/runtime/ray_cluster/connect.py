@@ -58,7 +58,7 @@ def connect(
 
     Args:
         connected: called as soon as it is. What is raised until then takes down what was started.
-        begins: a Ray that is started here outlives this process from now on; else from ``begun_file`` on.
+        begins: a Ray that is started here outlives this process from now on; else from `local_ray.begin` on.
     """
     if os.environ.get("RAY_ADDRESS"):
         connect_to(os.environ["RAY_ADDRESS"])
@@ -74,7 +74,7 @@ def connect(
         attach(ray)
         connected()
         if begins or not fresh:
-            local_ray.begun_file(Path(ray.temp_folder)).touch()
+            local_ray.begin(ray)
     except BaseException:
         if fresh:
             _take_down(ray)

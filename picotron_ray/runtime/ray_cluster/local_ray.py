@@ -387,6 +387,11 @@ def _keep_only_logs(temp_folder: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
+def begin(ray: LocalRay) -> None:
+    """Tell the supervisor that there is something to run now: the process that started Ray may end."""
+    begun_file(Path(ray.temp_folder)).touch()
+
+
 def announce_end() -> None:
     """Tell the supervisor, from inside the local Ray, that the run is over: it takes Ray down soon after."""
     path = os.environ.get(ENDED)

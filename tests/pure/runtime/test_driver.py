@@ -69,6 +69,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
     bench.note_of("_connected", LOCAL)
     bench.note_of("_coordinator", ("handle", True))
+    bench.note_of("begin", where=driver.local_ray)
     bench.patch.setattr(driver, "follow", lambda *given, local, ended, attached: final)
     return driver._drive(ASKED, detach, bench.console)
 
@@ -92,7 +93,7 @@ def test_a_run_is_followed_to_its_end_and_its_ray_taken_down(bench: Bench) -> No
 def test_a_run_that_is_left_goes_on(bench: Bench, detach: bool, code: int, line: str) -> None:
     assert drive(bench, None, detach) == (code, None)
     assert bench.lines() == [line]
-    assert [words[0] for words in bench.told] == ["_connected", "_coordinator"]
+    assert [words[0] for words in bench.told] == ["_connected", "_coordinator", "begin"]
 
 
 def test_a_launch_is_marked_until_its_run_has_a_coordinator(bench: Bench) -> None:
@@ -106,6 +107,7 @@ def test_a_launch_is_marked_until_its_run_has_a_coordinator(bench: Bench) -> Non
     bench.patch.setattr(driver, "_coordinator", mark)
     bench.patch.setattr(driver, "follow", lambda *_, **__: mark() and None)
     bench.note_of("_connected", LOCAL)
+    bench.note_of("begin", where=driver.local_ray)
     assert driver.drive("tiny", ["name=night"], console=bench.console) == DETACHED
     assert marks == [os.getpid(), os.getpid(), None]
 
@@ -155,7 +157,7 @@ def test_a_ray_is_checked_before_it_is_started(bench: Bench, address: str, found
     local, asked = driver.prepare(JOB, bench.console)
     assert (local, asked.job) == ("ray", runs)
     steps = [("clear", JOB, found), ("machine", JOB, True)] if checked else []
-    *before, (name, job, _) = bench.told
+    *before, (name, job, *_) = bench.told
     assert [*before, (name, job)] == [*steps, ("connect", runs)]
     started = "run night: starting a Ray on this machine; checkpoints go to ./runs"
     up = "run night: Ray is up (0.0 s); starting its coordinator"

@@ -310,14 +310,27 @@ def test_a_supervisor_lingers_after_the_end_of_the_run(home: Path, monkeypatch: 
     polls = iter([None, None, 0])
     head: Any = SimpleNamespace(poll=lambda: next(polls))
     keeper = supervisor.StateKeeper("night", "mine")
-    supervisor._wait(head, ended, keeper)
+    supervisor._wait(head, ended, os.getppid(), keeper)
     assert len(clock.naps) == 2, "until Ray is gone"
     ended.touch()
     os.utime(ended, (clock.now, clock.now))
     begun, head.poll = clock.now, lambda: None
     monkeypatch.setattr(supervisor, "POLL_S", 0.5)
-    supervisor._wait(head, ended, keeper)
+    supervisor._wait(head, ended, os.getppid(), keeper)
     assert clock.now == begun + supervisor.LINGER_S + 0.5
+
+
+def test_a_supervisor_ends_what_died_before_it_had_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, keeper = Clock(), supervisor.StateKeeper("night", "mine")
+    monkeypatch.setattr(supervisor, "time", clock)
+    polls = [0, None, None, None]
+    head: Any = SimpleNamespace(poll=polls.pop)
+    gone = os.getppid() + 1
+    supervisor._wait(head, home / "ended", gone, keeper)
+    assert (len(polls), clock.naps) == (3, []), "whoever started it is gone"
+    local_ray.begun_file(home).touch()
+    supervisor._wait(head, home / "ended", gone, keeper)
+    assert (len(polls), len(clock.naps)) == (0, 2), "its run goes on without that"
 
 
 @pytest.mark.parametrize(("mark", "terminated"), [("mine", False), ("newer", False), ("mine", True)])
@@ -327,7 +340,7 @@ def test_a_supervisor_ends_all_and_cleans_up_unless_others_do(
     told: list[Any] = []
     head = SimpleNamespace(poll=lambda: None, terminate=lambda: told.append("terminate"), wait=lambda: 5)
 
-    def wait(head: Any, ended: Path, keeper: Any) -> None:
+    def wait(head: Any, ended: Path, starter: int, keeper: Any) -> None:
         if terminated:
             supervisor._terminate(15, None)
 
@@ -338,7 +351,7 @@ def test_a_supervisor_ends_all_and_cleans_up_unless_others_do(
     monkeypatch.setattr(processes, "end_all", lambda *words, grace_s: told.append((*words, grace_s)))
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: told.append(("stop", ray.mark, grace_s)))
     local_ray.save(ray_at(home, mark=mark))
-    assert supervisor.main("night", str(home / "ended"), ["ray"]) == 5
+    assert supervisor.main("night", str(home / "ended"), 7, ["ray"]) == 5
     stopped = [("stop", "mine", 0.0)] if mark == "mine" and not terminated else []
     assert told == [
         (signal.SIGTERM, supervisor._terminate),

@@ -116,9 +116,10 @@ PLANTED = {
 
 @pytest.mark.parametrize("kind", list(PLANTED))
 def test_a_planted_bottleneck_is_removed(tmp_path: Path, kind: str) -> None:
-    job = ("steps=200", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
+    steps = 600 if kind == "recompute" else 200  # it pays for its re-mesh, of steps that take less
+    job = (f"steps={steps}", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
     run = adapting(tmp_path, kind, *job, "model.layers=6", f"adapt.apply=[{kind}]")
-    before_s, after_s = run.told[0]["data"]["before_s"], run.step_s(run.last_start() + 5, 200)
+    before_s, after_s = run.told[0]["data"]["before_s"], run.step_s(run.last_start() + 5, steps)
     print(f"{kind}: {before_s:.4f} s a step, then {after_s:.4f} s ({' → '.join(run.layouts)})")
     assert run.decisions == [("apply", kind), ("kept", kind)]
     assert after_s < 0.9 * before_s
@@ -129,7 +130,7 @@ def test_a_change_that_hurts_is_taken_back(tmp_path: Path) -> None:
     run = adapting(
         tmp_path,
         "hurts",
-        *("steps=120", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
+        *("steps=500", "data.global_batch=16", "cluster.max_workers=4", "adapt.apply=[layout]"),
         *("layout.dp=1", "layout.tp=1", "layout.pp=1", "layout.zero=0", "layout.micro_batch=4"),
         chaos=[slow(rank, 0.1) for rank in (1, 2, 3)],
     )

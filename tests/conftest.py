@@ -25,6 +25,7 @@ pytest_plugins = ["tests.support.coverage_limits", "tests.support.coverage_conte
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
+NUMERICS = ("parallel", "models")
 REAL_HOME = os.environ.get("HOME", "")
 
 
@@ -86,15 +87,18 @@ def _remove(home: Path) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """``-n 2``: what starts processes goes one after the other in one of the two, beside it the pure tests.
+    """``-n 2``: what starts processes goes one after the other in one of the two.
 
-    It has the most tests of all groups, so pytest-xdist begins with it.
+    Beside it goes what minds no neighbour: numerics of several ranks, which no clock judges, then the pure
+    tests. The two large groups have the most tests, so pytest-xdist begins with them.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTier(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if "pure/" in nodeid else "with processes"
+            if "pure/" in nodeid:
+                return nodeid.partition("::")[0]
+            return "numerics" if any(f"gloo/{part}/" in nodeid for part in NUMERICS) else "with processes"
 
     return ByTier(config, log)
 

@@ -31,11 +31,11 @@ def mine(state: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "after_s", "codes"),
     [
-        (signal.SIGTERM, 0.3, (0, 130)),
+        pytest.param(signal.SIGTERM, 0.3, (0, 130), marks=pytest.mark.deep),
         (signal.SIGHUP, 1.5, (0, 130)),
         (signal.SIGKILL, 2.0, (-signal.SIGKILL,)),
         # Inside `ray.init` Ray's own handler stands, which aborts: nothing may be left then either.
-        (signal.SIGTERM, 4.0, (0, 130, -signal.SIGABRT)),
+        pytest.param(signal.SIGTERM, 4.0, (0, 130, -signal.SIGABRT), marks=pytest.mark.deep),
     ],
 )
 def test_a_launch_that_is_ended_while_its_ray_starts_leaves_none(

@@ -117,8 +117,8 @@ PLANTED = {
 @pytest.mark.parametrize("kind", list(PLANTED))
 def test_a_planted_bottleneck_is_removed(tmp_path: Path, kind: str) -> None:
     steps = 600 if kind == "recompute" else 200  # it pays for its re-mesh, of steps that take less
-    job = (f"steps={steps}", "data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
-    run = adapting(tmp_path, kind, *job, "model.layers=6", f"adapt.apply=[{kind}]")
+    job = ("data.global_batch=16", *PLANTED[kind], "layout.tp=1", "layout.pp=1", "layout.zero=0")
+    run = adapting(tmp_path, kind, f"steps={steps}", *job, "model.layers=6", f"adapt.apply=[{kind}]")
     before_s, after_s = run.told[0]["data"]["before_s"], run.step_s(run.last_start() + 5, steps)
     print(f"{kind}: {before_s:.4f} s a step, then {after_s:.4f} s ({' → '.join(run.layouts)})")
     assert run.decisions == [("apply", kind), ("kept", kind)]

@@ -1,7 +1,7 @@
 """Memory model: bytes per worker of weights, gradients, moments and activations of the largest stage.
 
 This is an estimate. Fragmentation and the kernels' workspaces are left out, so the planner keeps a margin
-(``USABLE``).
+(``layout.memory_margin``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ DECODED_AT_ONCE = 4 * 2**20
 OFFLOAD_STAGING_BYTES = (
     4 * 32 * 2**20
 )  # two buckets of gradients and two of updates (train.optim.adamw_offload)
-USABLE = 0.9  # share of the device's memory that an estimate may fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,5 +188,5 @@ def _sharded(job: JobConfig, shared: tuple[int, int, int, int, int], parameters:
 def budget_bytes(job: JobConfig, device_bytes: float, limit_bytes: float = 0.0) -> float:
     """The largest estimate that a device of ``device_bytes`` allows; at most ``limit_bytes``, if not 0."""
     asked = job.layout.memory_budget_gib
-    most = min(USABLE * device_bytes, limit_bytes or float("inf"))
+    most = min((1 - job.layout.memory_margin) * device_bytes, limit_bytes or float("inf"))
     return most if asked is None else min(most, asked * 2**30)

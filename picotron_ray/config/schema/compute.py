@@ -118,7 +118,15 @@ class LayoutConfig(Section):
     memory_budget_gib: float | None = Field(
         default=None,
         gt=0,
-        description="device memory that a worker may take, by the planner's estimate; null: 90 % of all",
+        description="device memory that a worker may take, by the planner's estimate; null: all but"
+        " layout.memory_margin",
+    )
+    memory_margin: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="share that an estimate leaves free of the memory that training may use: on a GPU"
+        " all but a tenth, which the driver and its libraries take",
     )
 
 

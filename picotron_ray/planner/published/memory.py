@@ -16,7 +16,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.datasheet import RESERVED
-from picotron_ray.planner.memory import USABLE
+from picotron_ray.planner.memory import budget_bytes
 from picotron_ray.planner.published.runs import PublishedRun, published_runs, run_of
 
 SOURCE = "BLOOM / BigScience 2022"
@@ -51,7 +51,8 @@ class StageMemory:
     @property
     def refused(self) -> bool:
         """Whether the planner's own budget of such a device would keep the layout from running."""
-        return self.predicted_bytes > USABLE * (1 - RESERVED) * DEVICE_BYTES
+        assert self.run.job is not None, "its memory was predicted"
+        return self.predicted_bytes > budget_bytes(self.run.job, (1 - RESERVED) * DEVICE_BYTES)
 
 
 def stage_memories() -> list[StageMemory]:

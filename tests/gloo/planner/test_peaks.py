@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from picotron_ray.config.schema.compute import LayoutConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.memory import USABLE, memory_estimate
+from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.train.dry_run.run import dry_run
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.memory_cases import MemoryCase, ends, estimated, memory_cases, one_process_cases
@@ -72,7 +73,7 @@ def judged(peaks: Sequence[Peak], what: str) -> float:
     mape = sum(abs(peak.error) for peak in peaks) / len(peaks)
     low, high = min(peak.error for peak in peaks), max(peak.error for peak in peaks)
     print(f"{what}: {len(peaks)} layouts, MAPE {100 * mape:.1f} %, {100 * low:+.1f} to {100 * high:+.1f} %")
-    over = [peak.name for peak in peaks if peak.counted > peak.estimated / USABLE]
+    over = [peak.name for peak in peaks if peak.counted > peak.estimated / (1 - LayoutConfig().memory_margin)]
     assert not over
     return mape
 

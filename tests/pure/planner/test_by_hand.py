@@ -87,6 +87,7 @@ def test_a_precision_that_is_not_settled_counts_as_the_widest() -> None:
 
 def test_the_budget_is_what_is_asked_or_nine_tenths_of_the_device() -> None:
     assert budget_bytes(job(), 1000.0) == 900.0
+    assert budget_bytes(job(layout={"memory_margin": 0.25}), 1000.0) == 750.0
     assert budget_bytes(job(layout={"memory_budget_gib": 0.5}), 1e12) == 2**29
     assert budget_bytes(job(layout={"memory_budget_gib": 0.5}), 1000.0) == 900.0
 

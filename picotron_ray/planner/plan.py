@@ -247,15 +247,11 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
     more = gpus + (hardware.node_size if gpus % hardware.node_size == 0 else 1)
     roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
     gigabytes = 0.1 * hardware.device_bytes / 1e9
+    one = "GPU" if hardware.device == "cuda" else "worker"
     bought = []
     for what, count, profile, above in (
-        (
-            f"{more - gpus} more {'GPUs' if hardware.device == 'cuda' else 'workers'}",
-            more,
-            hardware.profile,
-            gpus,
-        ),
-        (f"{gigabytes:.3g} GB more a {'GPU' if hardware.device == 'cuda' else 'worker'}", gpus, roomier, 0),
+        (f"{more - gpus} more {one}{'s' if more - gpus > 1 else ''}", more, hardware.profile, gpus),
+        (f"{gigabytes:.3g} GB more a {one}", gpus, roomier, 0),
     ):
         found = _search(job, count, hardware, profile, 1, step_s, above).found
         if found:

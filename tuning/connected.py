@@ -52,7 +52,8 @@ def connected(
     resolve(ResolvedJob(job, owns_ray=True), (NODES, DATA) if own_ray else (DATA,))
     cluster = job.cluster.model_copy(update={"local_cpus": local_cpus(job, concurrent or 1, drivers)})
     with launch_mark.held(name):  # else `picotron-ray stop` takes its Ray for what a launch left
-        local = connect.connect(job.model_copy(update={"name": name, "cluster": cluster}))
+        ours = job.model_copy(update={"name": name, "cluster": cluster})
+        local = connect.connect(ours, begins=False)  # without its driver there is no study
         # `ray job stop` sends SIGTERM, which Tune does not know; SIGUSR1 it takes for an interrupt.
         before = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
         shared = False

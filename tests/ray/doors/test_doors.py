@@ -132,7 +132,7 @@ def test_a_sweep_opens_the_dataset_once_and_ranks_layouts_once(
     from picotron_ray.runtime.ray_cluster.placement import NodeView
     from tuning import connected, room, stages, sweep
 
-    monkeypatch.setattr(connect, "connect", lambda job: None)
+    monkeypatch.setattr(connect, "connect", lambda job, begins: None)
     monkeypatch.setattr(follow_run, "take_down", lambda local: None)
     monkeypatch.setattr(room, "living_nodes", lambda: [NodeView("a", "h", 16, 0, 16, 0)])
     monkeypatch.setattr(connected, "_only_one", lambda name: True)

@@ -152,7 +152,8 @@ class BestFirst:
             ways = pipelines(self.job, degrees.pp)
             shapes = ((name, PipelineShape(degrees.pp, stages, rows)) for name, stages in ways)
             waits = min((schedule_of(name, actions).waiting(shape) for name, shape in shapes), default=0.0)
-        return SURE * (1 + waits / rows) * least_arithmetic_s(self.job, layout, self.profile)
+        waited = self.profile.passes(rows, waits) / rows
+        return SURE * waited * least_arithmetic_s(self.job, layout, self.profile)
 
     def _add_passes(self, degrees: Degrees) -> None:
         """Queue each micro-batch, schedule and spread of experts, but for how replicas share their state."""

@@ -104,10 +104,11 @@ def step_cost(
     hop = _hop(job, layout, profile, node_sizes)
     schedule = schedule_of(layout.schedule, job.layout.actions)
     waiting = schedule.waiting(layout.pipeline_shape(job.data.global_batch))
+    bubbles = profile.passes(micro_batches, waiting) - micro_batches
     traffic = _data(job, layout, profile, node_sizes, micro_batches)
     return StepCost(
         compute_s=micro_batches * compute,
-        bubble_s=waiting * (compute + again + tensor + context + expert),
+        bubble_s=bubbles * (compute + again + tensor + context + expert),
         tensor_s=micro_batches * tensor,
         context_s=micro_batches * context,
         expert_s=micro_batches * expert,

@@ -30,6 +30,8 @@ class DeviceProfile:
         host_bytes_s: host memory that one thread reads and writes per second.
         kernel_s: seconds that one decoder block costs per micro-batch besides its arithmetic
             (launches, framework), forward and backward together.
+        crowd: workers per core, at least 1, of a machine whose cores its workers share: while one waits for
+            another, that one has its core.
         software: what the program does with the device.
     """
 
@@ -46,7 +48,17 @@ class DeviceProfile:
     tensor_loss: float = 0.1
     attention_flops: float = 0.0
     attention_backward_flops: float = 0.0
+    crowd: float = 1.0
     software: SoftwareProfile = PLAIN
+
+    def passes(self, micro_batches: float, waiting: float) -> float:
+        """Micro-batches' times that a pipeline takes for so many, and its waiting to fill and drain.
+
+        >>> from dataclasses import replace
+        >>> CPU.passes(4, 3), replace(CPU, crowd=2.0).passes(4, 3), replace(CPU, crowd=1.4).passes(4, 3)
+        (7.0, 4.0, 5.0)
+        """
+        return max(float(micro_batches), (micro_batches + waiting) / self.crowd)
 
 
 # One CPU core with gloo over loopback. Arithmetic and bandwidth are the order of what small matrices reach;

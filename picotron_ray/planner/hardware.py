@@ -63,6 +63,8 @@ class Hardware:
             attention_backward_flops=self.profile.attention_backward_flops * share,
             memory_bytes_s=self.profile.memory_bytes_s * min(1.0, held),
             kernel_s=self.profile.kernel_s / share,
+            latency_s=self.profile.latency_s / share,
+            crowd=max(1.0, devices / self.cores),
             link_bytes_s=self.profile.link_bytes_s * min(1.0, held),
             memory_bytes=self.profile.memory_bytes * held,
         )

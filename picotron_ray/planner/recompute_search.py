@@ -100,7 +100,7 @@ def least_added_s(
     if _may_select(job, layout):
         prices.append(of["selective"] / _most_saved(lambda number: needs(0, number), depth))
     added = min((kept - budget) * min(prices), depth * of["full"]) - slack_s(job, layout, profile)
-    return passes(job, layout) * max(0.0, added)
+    return passes(job, layout, profile) * max(0.0, added)
 
 
 def first_rank_added_s(
@@ -119,13 +119,14 @@ def first_rank_added_s(
     cheapest = min(
         (again.full * of["full"] + again.selective * of["selective"] for again in ways), default=math.inf
     )
-    return passes(job, layout) * max(0.0, cheapest - slack_s(job, layout, profile))
+    return passes(job, layout, profile) * max(0.0, cheapest - slack_s(job, layout, profile))
 
 
-def passes(job: JobConfig, layout: Layout) -> float:
+def passes(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
     """Micro-batches of a step, and those for which its pipeline fills and drains."""
     shape = layout.pipeline_shape(job.data.global_batch)
-    return shape.micro_batches + schedule_of(layout.schedule, job.layout.actions).waiting(shape)
+    waiting = schedule_of(layout.schedule, job.layout.actions).waiting(shape)
+    return profile.passes(shape.micro_batches, waiting)
 
 
 def _most_saved(needs: Callable[[int], float], depth: int) -> float:

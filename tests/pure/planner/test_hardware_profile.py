@@ -11,6 +11,8 @@ import pytest
 
 from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError
+from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.hardware_profile import (
     CollectivePoint,
@@ -112,7 +114,14 @@ def test_workers_share_the_cores_of_one_machine(tmp_path: Path) -> None:
     assert rates[1].flops == rates[2].flops
     assert rates[4].memory_bytes == pytest.approx(rates[2].memory_bytes / 2)
     assert rates[4].kernel_s == pytest.approx(2 * rates[2].kernel_s)
+    assert rates[4].latency_s == pytest.approx(2 * rates[2].latency_s)
+    assert [rates[count].crowd for count in (1, 2, 4)] == [1, 1, 2]
     job = load_job("tiny")
+    line = Layout(pp=2, micro_batch=1)
+    rows = job.data.global_batch
+    alone, shared = (step_cost(job, line, rates[count]) for count in (2, 4))
+    assert alone.bubble_s == pytest.approx(alone.compute_s / rows, rel=0.1)
+    assert shared.bubble_s == 0.0, "while one waits, the others have its core"
     steps = [plan(job, count, two, buys=False).best.cost.total_s for count in (2, 4)]
     assert steps[1] > 0.95 * steps[0], "more workers than cores buy nothing"
 

@@ -79,6 +79,7 @@ def test_one_in_thirty_candidates_of_70b_on_256_cards_is_costed() -> None:
     tight=st.sampled_from([1.0, 0.5, 0.25, 0.1]),
     nodes=st.booleans(),
     half=st.sampled_from([0.0, 64.0]),
+    crowd=st.sampled_from([1.0, 1.5, 4.0]),
     more=st.sampled_from(
         [
             {},
@@ -100,6 +101,7 @@ def test_the_two_best_are_those_of_an_exhaustive_search(
     tight: float,
     nodes: bool,
     half: float,
+    crowd: float,
     more: dict[str, Any],
 ) -> None:
     moe = {"moe": {"experts": experts, "intermediate_size": 64}} if experts else {}
@@ -110,7 +112,7 @@ def test_the_two_best_are_those_of_an_exhaustive_search(
     profile = DeviceProfile(
         5e9, tight * whole, 1e9, 1e-4, node_link_bytes_s=1e8, kernel_s=1e-4, matmul_half=half,
         attention_flops=5e9 if half else 0.0, attention_backward_flops=4e9 if half else 0.0,
-        software=OURS if half else PLAIN,
+        software=OURS if half else PLAIN, crowd=crowd,
     )  # fmt: skip
     sizes = (workers - workers // 2, workers // 2) if nodes and workers > 1 else ()
     expected = exhaustive(job, workers, sizes, profile)[:2]

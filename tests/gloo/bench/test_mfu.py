@@ -47,7 +47,7 @@ def test_switches_and_the_plain_loop(tmp_path: Path) -> None:
     assert "measured: the fastest 1024 x 1024 fp32 matrix product" in done.stdout
 
 
-NAMED = {"comm.gradients=int8": (60, 1), "layout.micro_batch=8": (4, 3), "layout.recompute=int8": (4, 3)}
+NAMED = {"comm.gradients=int8": (60, 1), "layout.micro_batch=8": (8, 3)}
 """Switch → steps of a segment, and rounds."""
 
 

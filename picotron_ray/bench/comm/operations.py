@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,31 +46,41 @@ class Operation:
     prepare: Callable[[], object] = lambda: None
 
 
-def operation(
-    collective: str, strategy: str, size: int, ranks: int, group: dist.ProcessGroup, device: torch.device
-) -> Operation:
-    """Make a cell's operation; all ranks of ``group`` call it alike."""
+def operations(cells: Sequence[Cell], group: dist.ProcessGroup, device: torch.device) -> list[Operation]:
+    """Make the operations of cells that differ in their strategies alone, which share their message.
+
+    All ranks of ``group`` call it alike.
+    """
+    collective, _, size, ranks = cells[0]
+    strategies = [strategy for _, strategy, _, _ in cells]
     if collective == "all-reduce":
-        return _sum(strategy, size, group, device)
+        original = torch.randn(size // 4, device=device)
+        flat = torch.empty_like(original)
+        return [_sum(strategy, original, flat, group) for strategy in strategies]
     if collective == "broadcast":
-        return _broadcast(strategy, torch.randn(size // 4, device=device), group)
-    collectives = Collectives(ACTIVATIONS, CollectivePlan(strategy, INNER))
+        flat = torch.randn(size // 4, device=device)
+        return [_broadcast(strategy, flat, group) for strategy in strategies]
     count = size // 4 // ranks // WIDTH * WIDTH or 1
     whole, part = torch.randn(count * ranks, device=device), torch.randn(count, device=device)
+    return [_of_parts(collective, strategy, whole, part, group) for strategy in strategies]
+
+
+def _of_parts(
+    collective: str, strategy: str, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+) -> Operation:
+    collectives = Collectives(ACTIVATIONS, CollectivePlan(strategy, INNER))
     if collective == "all-gather":
         return Operation(partial(collectives.all_gather, whole, part, group))
     if collective == "reduce-scatter":
         return Operation(partial(collectives.reduce_scatter, part, whole, group))
-    rows = whole.view(-1, WIDTH if count % WIDTH == 0 else 1)
-    counts = [len(rows) // ranks] * ranks
+    rows = whole.view(-1, WIDTH if len(part) % WIDTH == 0 else 1)
+    counts = [len(rows) // group.size()] * group.size()
     return Operation(lambda: collectives.all_to_all(rows, counts, counts, group).wait())
 
 
-def _sum(strategy: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Operation:
-    count = size // 4
-    original = torch.randn(count, device=device)
-    plan = PLANS.get(strategy) or ReductionPlan(strategy)
-    reducer, flat = make_reducer(plan, group, size), torch.empty_like(original)
+def _sum(strategy: str, original: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Operation:
+    count, plan = len(original), PLANS.get(strategy) or ReductionPlan(strategy)
+    reducer = make_reducer(plan, group, size_bytes(original))
     feedback = None if reducer.exact else Feedback(flat, group.size())
     rows = 2 ** (count.bit_length() // 2)
     shape = torch.Size((rows, count // rows) if count % rows == 0 else (count, 1))

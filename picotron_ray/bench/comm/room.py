@@ -12,19 +12,30 @@ COPIES = {"auto": 2, "ring": 3, "tree": 3, "reduce-scatter": 4, "hierarchical": 
 """Buffers of the message's size that a rank needs at its peak, the message and its original included."""
 OF_COLLECTIVES = {"all-gather": 2, "reduce-scatter": 4, "all-to-all": 4, "broadcast": 2}
 """The same of collectives whose algorithms need no more than each other; a mesh of a reduce-scatter too."""
-MESH_COPIES = 2
+SHARED_COPIES = 2
+"""Of them, those that strategies measured in turns share."""
 MOST_COPIES = 8
 USABLE = 0.7
 """Share of the free memory that a cell may take."""
 
 
-def room_bytes(strategy: str, size: int, group: int, collective: str = "all-reduce") -> int:
-    """Memory that all ranks of a cell take together."""
-    if collective != "all-reduce":
-        return OF_COLLECTIVES[collective] * size * group
+def room_bytes(strategies: Sequence[str], size: int, group: int, collective: str = "all-reduce") -> int:
+    """Memory that all ranks of cells which run in turns take together: each strategy keeps its own buffers.
+
+    >>> room_bytes(["auto"], 1024, 2), room_bytes(["auto", "ring", "tree"], 1024, 2)
+    (4096, 8192)
+    """
+    if collective == "all-reduce":
+        own = sum(_own_bytes(strategy, size, group) for strategy in strategies)
+    else:
+        own = len(strategies) * (OF_COLLECTIVES[collective] - SHARED_COPIES) * size
+    return (SHARED_COPIES * size + own) * group
+
+
+def _own_bytes(strategy: str, size: int, group: int) -> int:
     if strategy == "mesh":
-        return (MESH_COPIES * size + mesh_bounds.room_bytes(size, group)) * group
-    return COPIES.get(strategy, MOST_COPIES) * size * group
+        return mesh_bounds.room_bytes(size, group)
+    return (COPIES.get(strategy, MOST_COPIES) - SHARED_COPIES) * size
 
 
 def usable_bytes(device: str) -> int:
@@ -48,7 +59,7 @@ def fitting(
 
     def halved(names: Sequence[str]) -> int:
         found = size
-        while found > 4 and max(room_bytes(name, found, group, collective) for name in names) > usable:
+        while found > 4 and room_bytes(names, found, group, collective) > usable:
             found //= 2
         return found
 

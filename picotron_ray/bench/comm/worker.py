@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.bench.comm.figures import COMPRESSED
-from picotron_ray.bench.comm.operations import Cell, Operation, operation
+from picotron_ray.bench.comm.operations import Cell, Operation, operations
 from picotron_ray.bench.comm.room import room_bytes, usable_bytes
 from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -60,13 +60,14 @@ class Cells:
         Returns:
             For each ``seconds`` of each repeat, or ``cut``: why there are none; nothing on ranks outside.
         """
-        _, _, _, group = cells[0]
-        cut = self._agreed(self._cut(max(room_bytes(*cell[1:], cell[0]) for cell in cells)))
+        collective, _, size, group = cells[0]
+        needed = room_bytes([strategy for _, strategy, _, _ in cells], size, group, collective)
+        cut = self._agreed(self._cut(needed))
         if cut:
             return [{"cut": ("", "budget", "memory")[cut]}] * len(cells)
         if self._rank >= group:
             return [{}] * len(cells)
-        made = [operation(*cell, self._groups[group], self._device) for cell in cells]
+        made = operations(cells, self._groups[group], self._device)
         return self._timed(made, self._groups[group], remaining)
 
     @property

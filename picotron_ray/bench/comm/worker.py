@@ -7,6 +7,7 @@ decisions: the first one's, which it sends before each cell and after its first 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -61,6 +62,8 @@ class Cells:
             For each ``seconds`` of each repeat, or ``cut``: why there are none; nothing on ranks outside.
         """
         collective, _, size, group = cells[0]
+        gc.collect()
+        dist.barrier()  # else the last set's buffers may still be some rank's
         needed = room_bytes([strategy for _, strategy, _, _ in cells], size, group, collective)
         cut = self._agreed(self._cut(needed))
         if cut:

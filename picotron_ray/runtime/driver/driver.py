@@ -113,8 +113,6 @@ def _drive(
         local = _connected(asked, console, signals.note, begins=False)
         with waiting.told(_said_on(console), "the coordinator"):
             coordinator, attached = _coordinator(asked, local, console, signals)
-        if local is not None:
-            local_ray.begin(local)
         started()
         if detach:
             console.print(f"run {job.name} goes on; `picotron-ray status {job.name}` shows it", markup=False)
@@ -213,6 +211,8 @@ def _start(asked: ResolvedJob, local: LocalRay | None, console: Console, signals
         if signals.asked:
             raise StoppedEarlyError(_before(job.name))
         coordinator, _ = ensure_coordinator(job, local is not None, asked.submission, follows=follows)
+        if local is not None:
+            local_ray.begin(local)
     except BaseException:
         take_down(local)
         raise

@@ -23,6 +23,8 @@ GPU_SIZES = (*SIZES, 2**28)
 REPEATS = 8
 PRODUCT, PRODUCTS, SUMS = 512, 3, 32
 """Size and number of the matrix products before each of so many all-reduces: some 10 ms of a CPU core."""
+SMALL = 2**20
+"""Larger messages are summed `REPEATS` times: their bytes take longer than a core is waited for."""
 WAIT = timedelta(seconds=60)
 DISK_BYTES = 64 * 2**20
 SHM = Path("/dev/shm")
@@ -156,9 +158,10 @@ class ProbeWorker:
         import torch
         import torch.distributed as dist
 
+        sums = SUMS if values.nbytes <= SMALL else REPEATS
         matrix = torch.ones(PRODUCT, PRODUCT, device=self._device)
         taken = []
-        for _ in range(1 + SUMS):
+        for _ in range(1 + sums):
             for _ in range(PRODUCTS):
                 torch.mm(matrix, matrix)
             self._synchronise()
@@ -166,7 +169,7 @@ class ProbeWorker:
             dist.all_reduce(values, group=group)
             self._synchronise()
             taken.append(time.perf_counter() - began)
-        return fmean(sorted(taken[1:])[SUMS // 8 : -SUMS // 8])
+        return fmean(sorted(taken[1:])[sums // 8 : -sums // 8])
 
     def _synchronise(self) -> None:
         import torch

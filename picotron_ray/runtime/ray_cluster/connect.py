@@ -73,7 +73,7 @@ def connect(
     try:
         attach(ray)
         connected()
-        if begins or not fresh:
+        if begins:
             local_ray.begin(ray)
     except BaseException:
         if fresh:

@@ -303,8 +303,8 @@ def _start_once(
         NICENESS: os.environ.get(NICENESS, "0"),
     }
     environment.pop("RAY_ADDRESS", None)
-    supervise = [sys.executable, "-m", "picotron_ray.runtime.ray_cluster.supervisor", run, str(ended)]
-    supervise.append(str(os.getpid()))
+    module = "picotron_ray.runtime.ray_cluster.supervisor"
+    supervise = [sys.executable, "-m", module, run, str(ended), str(os.getpid())]
     with (temp_folder / "ray.log").open("wb") as log:
         process = subprocess.Popen(
             [*supervise, *_head_command(temp_folder, cpus, gpus)],
@@ -388,8 +388,18 @@ def _keep_only_logs(temp_folder: Path) -> None:
 
 
 def begin(ray: LocalRay) -> None:
-    """Tell the supervisor that there is something to run now: the process that started Ray may end."""
-    begun_file(Path(ray.temp_folder)).touch()
+    """Tell the supervisor that there is something to run now: the process that started Ray may end.
+
+    Raises:
+        LocalRayError: it cannot be told.
+    """
+    path = begun_file(Path(ray.temp_folder))
+    try:
+        path.touch()
+    except OSError as error:
+        raise LocalRayError(
+            f"the local Ray of run {ray.run} needs {path}: {error.strerror}; free some room there"
+        ) from error
 
 
 def announce_end() -> None:

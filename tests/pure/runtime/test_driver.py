@@ -69,7 +69,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def drive(bench: Bench, final: Any, detach: bool = False) -> Any:
     bench.note_of("_connected", LOCAL)
     bench.note_of("_coordinator", ("handle", True))
-    bench.note_of("begin", where=driver.local_ray)
     bench.patch.setattr(driver, "follow", lambda *given, local, ended, attached: final)
     return driver._drive(ASKED, detach, bench.console)
 
@@ -93,7 +92,7 @@ def test_a_run_is_followed_to_its_end_and_its_ray_taken_down(bench: Bench) -> No
 def test_a_run_that_is_left_goes_on(bench: Bench, detach: bool, code: int, line: str) -> None:
     assert drive(bench, None, detach) == (code, None)
     assert bench.lines() == [line]
-    assert [words[0] for words in bench.told] == ["_connected", "_coordinator", "begin"]
+    assert [words[0] for words in bench.told] == ["_connected", "_coordinator"]
 
 
 def test_a_launch_is_marked_until_its_run_has_a_coordinator(bench: Bench) -> None:
@@ -107,7 +106,6 @@ def test_a_launch_is_marked_until_its_run_has_a_coordinator(bench: Bench) -> Non
     bench.patch.setattr(driver, "_coordinator", mark)
     bench.patch.setattr(driver, "follow", lambda *_, **__: mark() and None)
     bench.note_of("_connected", LOCAL)
-    bench.note_of("begin", where=driver.local_ray)
     assert driver.drive("tiny", ["name=night"], console=bench.console) == DETACHED
     assert marks == [os.getpid(), os.getpid(), None]
 
@@ -182,6 +180,7 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     asked: list[Any] = []
     bench.patch.setattr(driver, "poll", lambda *words: asked.append(words) or answers.pop(0))
     bench.note_of("ensure_coordinator", ("fresh", False))
+    bench.note_of("begin", where=driver.local_ray)
     assert driver._start(ASKED, local, bench.console, bench.signals) == "fresh"
     assert asked == [("fresh", driver.ALL_SEEN, 1.0)] * 3
     user = bench.told[0][-1] if local is None else None
@@ -191,6 +190,7 @@ def test_a_start_waits_for_the_first_answer(bench: Bench, local: Any) -> None:
     assert bench.told == [
         *checked,
         ("ensure_coordinator", runs, local is not None, None, None if local else 4),
+        *([("begin", LOCAL)] if local else []),
     ]
     answers[:] = [None]
     bench.patch.setattr(driver, "START_S", 0.0)

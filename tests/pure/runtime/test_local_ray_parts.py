@@ -328,9 +328,11 @@ def test_a_supervisor_ends_what_died_before_it_had_a_run(home: Path, monkeypatch
     gone = os.getppid() + 1
     supervisor._wait(head, home / "ended", gone, keeper)
     assert (len(polls), clock.naps) == (3, []), "whoever started it is gone"
-    local_ray.begun_file(home).touch()
+    local_ray.begin(ray_at(home, temp_folder=str(home)))
     supervisor._wait(head, home / "ended", gone, keeper)
     assert (len(polls), len(clock.naps)) == (0, 2), "its run goes on without that"
+    with pytest.raises(LocalRayError, match=r"of run night needs .*gone/begun: No such file"):
+        local_ray.begin(ray_at(home, temp_folder=str(home / "gone")))
 
 
 @pytest.mark.parametrize(("mark", "terminated"), [("mine", False), ("newer", False), ("mine", True)])

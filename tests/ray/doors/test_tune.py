@@ -20,6 +20,8 @@ from rich.console import Console
 
 from picotron_ray.config.load import load_job
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.ray_cluster import local_ray
+from tests.support.runs.memory_group import until
 from tuning import study_space
 from tuning.spaces import Choice
 from tuning.study_options import StudyOptions
@@ -119,6 +121,7 @@ def test_a_killed_study_resumes_and_one_name_is_one_study(tmp_path: Path) -> Non
         assert "goes on on this Ray" in second.stderr
         assert second.stderr.count("\n") == 1
         first.send_signal(signal.SIGKILL)
+    until(lambda: local_ray.find("tiny-hparams") is None, "the killed study has left its Ray")
     ended = {path: path.stat().st_mtime_ns for path in done}
     found = study("hparams", config, *words)
     assert len(found["trials"]) == 4

@@ -25,7 +25,18 @@ pytest_plugins = ["tests.support.coverage_limits", "tests.support.coverage_conte
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
-NUMERICS = ("parallel", "models")
+NUMERICS = (
+    *(
+        "parallel/",
+        "models/",
+        "planner/",
+        "train/test_compile",
+        "train/test_dry_run",
+        "train/test_error_feedback",
+    ),
+    *("train/test_muon", "train/test_quantized", "train/test_way_selection", "train/custom_model/"),
+)
+"""Below tests/gloo: numerics of several ranks, which no clock judges."""
 REAL_HOME = os.environ.get("HOME", "")
 
 
@@ -98,7 +109,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             if "pure/" in nodeid:
                 return nodeid.partition("::")[0]
-            return "numerics" if any(f"gloo/{part}/" in nodeid for part in NUMERICS) else "with processes"
+            return "numerics" if any(f"gloo/{part}" in nodeid for part in NUMERICS) else "with processes"
 
     return ByTier(config, log)
 

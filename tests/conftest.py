@@ -25,17 +25,8 @@ pytest_plugins = ["tests.support.coverage_limits", "tests.support.coverage_conte
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
-NUMERICS = (
-    *(
-        "parallel/",
-        "models/",
-        "planner/",
-        "train/test_compile",
-        "train/test_dry_run",
-        "train/test_error_feedback",
-    ),
-    *("train/test_muon", "train/test_quantized", "train/test_way_selection", "train/custom_model/"),
-)
+_TRAIN = ("compile", "dry_run", "error_feedback", "muon", "quantized", "way_selection")
+NUMERICS = ("parallel/", "models/", "planner/", "train/custom_model/", *(f"train/test_{of}" for of in _TRAIN))
 """Below tests/gloo: numerics of several ranks, which no clock judges."""
 REAL_HOME = os.environ.get("HOME", "")
 

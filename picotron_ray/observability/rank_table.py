@@ -86,7 +86,7 @@ class RankTable:
         heard = np.flatnonzero(np.isfinite(own))
         if not heard.size or (median := float(np.median(own[heard]))) <= 0:
             return []
-        usual = np.median(self.values[np.ix_(heard, _OWN)], axis=0)
+        usual = np.median(self.values[heard][:, _OWN], axis=0)
         order = heard[np.argsort(-own[heard], kind="stable")][:most]
         return [self._against(int(rank), float(own[rank]), median, usual) for rank in order]
 

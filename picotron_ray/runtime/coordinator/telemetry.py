@@ -105,9 +105,12 @@ class Round:
         self._steps, self._last_step = max(self._steps, one.steps), max(self._last_step, one.last_step)
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
-        memory = one.memory
-        seconds = [window.mean for window in one.series]
-        self.table.put(one.rank, (*seconds, one.utilization, memory.allocated, memory.peak, memory.device))
+        self._fill(one)
+
+    def _fill(self, one: WorkerFigures) -> None:
+        means, memory = (window.mean for window in one.series), one.memory
+        held = memory.allocated, memory.peak, memory.device
+        self.table.put(one.rank, (*means, one.utilization, *held))
 
     def _remember(self, memory: MemoryFigures) -> None:
         if self.ranks == 1 or memory.largest_free < self._least_free:

@@ -16,6 +16,7 @@ from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.failures import FailureKind
+from picotron_ray.observability.goodput import GoodputAccount
 from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord, judged_by
 
 EVENTS_KEPT = 1000
@@ -148,6 +149,7 @@ class Facts:
     changes: Counter[str] = field(default_factory=Counter)  # decisions of adaptation: "kind action"
     strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
     adaptation: AdaptationRecord = field(default_factory=AdaptationRecord)
+    account: GoodputAccount = field(default_factory=lambda: GoodputAccount(0.0))  # of the run's wall time
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
         """Return the page of rank 0 of a generation; empty while there is none."""
@@ -229,6 +231,7 @@ class Facts:
             plans=self.plans.copy(),
             changes=self.changes.copy(),
             adaptation=self.adaptation.copied(),
+            account=GoodputAccount.read(self.account.plain()),
         )
 
     @property

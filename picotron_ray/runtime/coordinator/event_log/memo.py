@@ -12,6 +12,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, decode_spec, plain
 from picotron_ray.coordinator.replay import heard
 from picotron_ray.failures import FailureKind
+from picotron_ray.observability.goodput import GoodputAccount
 from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import (
@@ -38,6 +39,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "baseline_loss": facts.baseline_loss,
         "strikes": plain(facts.strikes),
         "adaptation": facts.adaptation.plain(),
+        "account": facts.account.plain(),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
         "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
@@ -73,8 +75,12 @@ def _read_generation(data: dict[str, Any]) -> GenerationRecord:
     return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 
 
-def read_facts(data: dict[str, Any]) -> Facts:
-    """Read the facts of ``plain_facts``; ValueError, KeyError or TypeError where they are of another form."""
+def read_facts(data: dict[str, Any], began_s: float = 0.0, wall_s: float = 0.0) -> Facts:
+    """Read the facts of ``plain_facts``; ValueError, KeyError or TypeError where they are of another form.
+
+    Args:
+        began_s, wall_s: begin of the run and its time until then, of which an older record has no account.
+    """
     facts = Facts(**{name: data[name] for name in _AS_THEY_ARE})
     facts.events = deque(data["events"], maxlen=EVENTS_KEPT)
     facts.step_times.extend(data["step_times"])
@@ -91,6 +97,9 @@ def read_facts(data: dict[str, Any]) -> Facts:
         if at is not None and not entry.get("struck"):
             entry["struck"] = str(facts.generations[at].id)
         facts.failures.append(FailureRecord(**{**entry, "kind": FailureKind(entry["kind"])}))
+    facts.account = GoodputAccount.unseen(began_s, began_s + wall_s, len(facts.failures))
+    if "account" in data:
+        facts.account = GoodputAccount.read(data["account"])
     return facts
 
 

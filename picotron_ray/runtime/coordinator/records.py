@@ -71,6 +71,7 @@ class GenerationRecord:
         members: by rank; None where they are not kept any more.
         involved: members and their nodes, as long as ``members`` is kept.
         predicted_s, measured_s: seconds per step, by the planner and as they were; 0: not measured.
+        at_s: when it began, in seconds since the epoch; 0: not known.
     """
 
     id: m.GenerationId
@@ -86,6 +87,7 @@ class GenerationRecord:
     settings: m.Settings = ()
     predicted_s: float = 0.0
     measured_s: float = 0.0
+    at_s: float = 0.0
 
     @classmethod
     def of(cls, spec: m.GenerationSpec) -> GenerationRecord:
@@ -164,6 +166,7 @@ class Facts:
 
         Evaluations beyond where it begins are void, and will be done again.
         """
+        record.at_s = at_s
         self.generations.append(record)
         self.adaptation.entered(record.reason, at_s)
         self.evaluations = {s: loss for s, loss in self.evaluations.items() if s <= record.start_step}

@@ -182,6 +182,7 @@ class RunRecord:
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
                 "paused_s": (paused_s := self._lived.paused_s),
+                "loss": self._facts.leader(self._facts.newest).get("loss"),
             }
         wall_s = time.time() - self._began
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers

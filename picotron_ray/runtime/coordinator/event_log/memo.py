@@ -24,6 +24,8 @@ from picotron_ray.runtime.coordinator.records import (
 )
 
 _OF_A_GENERATION = ("layout", "start_step", "end_step", "source", "reason", "workers", "members_digest")
+_LATER = ("predicted_s", "measured_s", "at_s")
+"""Figures of a generation that records of earlier versions do not have."""
 _AS_THEY_ARE = ("submissions", "checkpoints", "tokens", "committed_at_s", "skipped_step")
 
 
@@ -50,7 +52,7 @@ def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
     """Return a generation; of its members each node's name stands here once."""
     found = {name: getattr(record, name) for name in _OF_A_GENERATION}
     found |= {"term": record.id.term, "n": record.id.n, "settings": plain(record.settings)}
-    found |= {"predicted_s": record.predicted_s, "measured_s": record.measured_s}
+    found |= {name: getattr(record, name) for name in _LATER}
     members = record.members
     if members is not None:
         nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
@@ -70,7 +72,7 @@ def _read_generation(data: dict[str, Any]) -> GenerationRecord:
         members = tuple(m.Member(name, data["nodes"][at]) for name, at in pairs)
     fields = {name: data[name] for name in _OF_A_GENERATION}
     fields["settings"] = tuple((key, text) for key, text in data.get("settings", ()))
-    fields |= {name: data.get(name, 0.0) for name in ("predicted_s", "measured_s")}
+    fields |= {name: data.get(name, 0.0) for name in _LATER}
     of = m.GenerationId(data["term"], data["n"])
     return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 

@@ -38,6 +38,7 @@ app.command("status")(run.status)
 app.command("logs")(run.logs)
 app.command("stop")(run.stop)
 app.command("report")(story.report)
+app.command("runs")(story.runs)
 app.command("dashboard")(metrics.dashboard)
 app.command("checkpoint-now")(run.checkpoint_now)
 

@@ -50,6 +50,44 @@ def report(
             print(f"report: {to}" if to is not None else f"account: {json_file}")
 
 
+def runs(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL | diff RUN RUN]",
+            help="folder or s3://bucket/prefix that holds runs (./runs); or diff and two runs, each named as"
+            " for report",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """List all runs below a storage URL, or (diff) say in what two runs differ. It needs no cluster.
+
+    A run that died without an end is told from one that goes on by its signs of life in storage. Differences
+    are those of configs, loss curves, figures and environments.
+
+    Example: picotron-ray runs ./runs
+    """
+    with reported(json_file == "-"):
+        from picotron_ray.errors import ConfigError
+        from picotron_ray.runtime.driver import run_list
+
+        refuse_unwritable(*filter(None, (file_of(json_file),)))
+        given = words or ["./runs"]
+        found: Any
+        if given[0] == "diff" and len(given) == 3:
+            found = run_list.diff_runs(*given[1:])
+            lines = run_list.diff_lines(found)
+        elif len(given) == 1 and given != ["diff"]:
+            found = run_list.list_runs(given[0])
+            lines = run_list.run_lines(found, given[0])
+        else:
+            raise ConfigError(f"runs: saw {' '.join(given)!r}, expected one URL, or: diff RUN RUN")
+        write_json(found, json_file)
+        if json_file != "-":
+            print("\n".join(lines))
+
+
 def file_of(json_file: str | None) -> Path | None:
     """Return the file that ``--json`` names; None where it is stdout, or not given."""
     return None if json_file is None or json_file == "-" else Path(json_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,58 @@ def test_a_config_names_its_run(done: Path, tmp_path: Path) -> None:
     config: dict[str, Any] = {"name": "done", "storage": {"url": str(tmp_path / "runs")}}
     (tmp_path / "job.yaml").write_text(json.dumps(config))
     assert story.report(str(tmp_path / "job.yaml")).account["run"] == "done"
+
+
+def test_all_runs_below_a_folder_are_listed(done: Path, left: Path, tmp_path: Path) -> None:
+    sign(left, time.time() - 1)
+    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "run.json").write_text("{")
+    listed = tmp_path / "runs.json"
+    said = CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--json", str(listed)])
+    assert said.exit_code == 0, said.output
+    rows = {row["name"]: row for row in json.loads(listed.read_text())}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "done": "finished",
+        "left": "running",
+        "bad": "unreadable",
+    }
+    assert rows["done"].keys() >= {"name", "state", "step", "loss", "goodput", "updated_s"}
+    assert (rows["done"]["step"], rows["done"]["loss"]) == (STEPS, 2.0)
+    assert 0 < rows["left"]["goodput"] < 1
+    assert said.output.splitlines()[0].split() == ["name", "state", "step", "loss", "goodput", "age"]
+    sign(left, time.time() - 2 * SILENT_S)
+    assert "cut-off" in CliRunner().invoke(app, ["runs", str(tmp_path / "runs")]).output
+
+
+def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
+    config = json.loads((left / "launch.json").read_text())
+    config["config"]["seed"] = 7
+    (left / "launch.json").write_text(json.dumps(config))
+    said = CliRunner().invoke(app, ["runs", "diff", str(done), str(left), "--json", "-"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["runs"] == ["done", "left"]
+    assert found["config"] == {"name": ["done", "left"], "seed": [0, 7]}
+    assert found["environment"] == {}
+    assert found["curves"]["newest"] == {"step": STEPS, "loss": [2.0, 2.0]}
+    text = CliRunner().invoke(app, ["runs", "diff", str(done), str(left)]).output
+    assert "seed: 0 against 7" in text
+    assert "loss at the newest common step 12: 2 against 2" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{folder}/nowhere"], "does not exist"),
+        (["diff", "{folder}"], "expected one URL, or: diff RUN RUN"),
+        (["diff", "{folder}/done", "{folder}/nobody"], "nobody"),
+        (["ftp://host/runs"], "expected a local folder or s3://bucket/prefix"),
+        (["s3://user:hidden@bucket/x"], "put credentials into the environment"),
+    ],
+)
+def test_bad_words_of_runs(done: Path, words: list[str], says: str) -> None:
+    said = CliRunner().invoke(app, ["runs", *(word.format(folder=done.parent) for word in words)])
+    assert said.exit_code == 2
+    assert says in said.output
+    assert "hidden" not in said.output

@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,11 +29,10 @@ from pathlib import Path
 
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.ray_cluster import kept_slots, processes
+from picotron_ray.runtime.ray_cluster.head_command import head_command
 
 LEAST_START_S = 5.0  # a start takes about 4 s
-OBJECT_STORE_BYTES = 128 * 2**20
 TOO_SLOW = "timed out during startup"  # of Ray 2.x, after 30 s that nobody can change
-"""Next to nothing goes through Ray's object store; 30 % of memory, Ray's default, is for others."""
 _children: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started: kept, since they shall outlive it without a warning."""
 REAP_S = 5.0
@@ -215,38 +213,6 @@ def save(ray: LocalRay) -> None:
         ) from error
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _head_command(temp_folder: Path, cpus: int, gpus: int | None) -> list[str]:
-    options = {
-        "port": 0,
-        # Its default is fixed, and a second Ray that finds it taken goes down whole.
-        "ray-client-server-port": _free_port(),
-        "num-cpus": cpus,
-        "include-dashboard": "false",
-        "include-log-monitor": "false",
-        "dashboard-agent-listen-port": 0,
-        "object-store-memory": OBJECT_STORE_BYTES,
-        "temp-dir": rays_folder(temp_folder),
-    }
-    if gpus is not None:
-        options["num-gpus"] = gpus
-    start = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        "--disable-usage-stats",
-    ]
-    return [*start, *(f"--{name}={value}" for name, value in options.items())]
-
-
 def authentication(token: str) -> dict[str, str]:
     """Environment that the processes of that Ray, and drivers that connect to it, need."""
     if not token:
@@ -307,7 +273,7 @@ def _start_once(
     supervise = [sys.executable, "-m", module, run, str(ended), str(os.getpid())]
     with (temp_folder / "ray.log").open("wb") as log:
         process = subprocess.Popen(
-            [*supervise, *_head_command(temp_folder, cpus, gpus)],
+            [*supervise, *head_command(rays_folder(temp_folder), cpus, gpus)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from picotron_ray.bench_commands import benchmarks
+from picotron_ray.commands.bench import benchmarks
 
 
 @pytest.mark.parametrize("command", [["comm"], ["recovery"], ["telemetry"], ["mfu", "tiny"], ["throughput"]])

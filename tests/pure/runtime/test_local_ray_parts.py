@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.ray_cluster import local_ray, processes, supervisor
+from picotron_ray.runtime.ray_cluster import head_command, local_ray, processes, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay, LocalRayError
 from tests.support.faults.full_folder import run_on_small_disk
 
@@ -142,7 +142,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
     monkeypatch.setattr(local_ray.subprocess, "Popen", Started)
     monkeypatch.setattr(local_ray, "stop", lambda ray, grace_s: stopped.append((ray.mark, grace_s)))
     monkeypatch.setattr(local_ray, "_wait_for_address", lambda process, folder, timeout_s: "a:9")
-    monkeypatch.setattr(local_ray, "_free_port", lambda: 5)
+    monkeypatch.setattr(head_command, "_free_port", lambda: 5)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
     local_ray.save(ray_at(home, mark="old"))
     folder = home / "temp"
@@ -175,7 +175,7 @@ def test_a_ray_starts_in_a_session_of_its_own_with_a_secret(
         "include-log-monitor": "false", "dashboard-agent-listen-port": "0",
         "object-store-memory": "134217728", "temp-dir": str(folder / "r"),
     }  # fmt: skip
-    assert local_ray._head_command(folder, 3, 0)[-1] == "--num-gpus=0"
+    assert head_command.head_command(folder, 3, 0)[-1] == "--num-gpus=0"
     assert local_ray.authentication("") == {}
 
 
@@ -241,9 +241,9 @@ def slow_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loc
 
     def start(most: int, timeout_s: float = 20.0) -> LocalRay:
         def head(folder: Path, cpus: int, gpus: int | None) -> list[str]:
-            return [sys.executable, "-c", HEADS, str(folder), str(most)]
+            return [sys.executable, "-c", HEADS, str(folder.parent), str(most)]
 
-        monkeypatch.setattr(local_ray, "_head_command", head)
+        monkeypatch.setattr(local_ray, "head_command", head)
         with local_ray.locked("night"):
             return local_ray.start("night", cpus=1, temp_folder=home / "temp", timeout_s=timeout_s)
 
@@ -282,7 +282,7 @@ os.environ["XDG_STATE_HOME"] = str(folder)
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.ray_cluster import local_ray, processes
 from tests.support.faults.full_folder import run_on_small_disk
-local_ray._head_command = lambda *words: [sys.executable, "-c", "import time; time.sleep(90)"]
+local_ray.head_command = lambda *words: [sys.executable, "-c", "import time; time.sleep(90)"]
 begun = []
 real = local_ray.save
 local_ray.save = lambda ray: begun.append(ray) or real(ray)

@@ -1,0 +1,1 @@
+"""Commands of ``picotron-ray``, a module a subject."""

@@ -194,6 +194,20 @@ NODE = (
         "Snapshot bytes that members on other nodes have read from this one.",
         "agent",
     ),
+    Metric(
+        "picotron_node_log_lines_total",
+        "counter",
+        "lines",
+        "Lines of the node's processes that were kept for `picotron-ray logs`.",
+        "agent",
+    ),
+    Metric(
+        "picotron_node_log_lost_lines_total",
+        "counter",
+        "lines",
+        "Lines that were not kept: the disk was full, or a process wrote faster than it is read.",
+        "agent",
+    ),
 )
 
 GPU = (

@@ -175,7 +175,7 @@ class Coordinator(LogService):
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
         beat, pages, told = read_heartbeat(node, figures)
-        self._telemetry.take(self._machine.memory.spec, told, time.monotonic())
+        self._telemetry.take(self._machine.memory.spec, told, time.monotonic(), pages)
         self._cluster.heard(node)
         self._record.figures(node, pages)
         return beat

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
@@ -67,7 +67,8 @@ class RunRecord:
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
-        self.telemetry: dict[str, Any] | None = None  # `RunTelemetry.status`
+        self.telemetry: dict[str, Any] | None = None  # `Round.status`
+        self.windows: Callable[[], dict[str, dict[str, float]]] = dict  # `Samples.windows`
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
         """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
@@ -359,6 +360,7 @@ class RunRecord:
                 "resume_step": record.start_step if record else 0,
                 "waits": self.waits,
                 "telemetry": self.telemetry,
+                "windows": self.windows() if most_pages is None else {},
                 "step": step,
                 "steps": self._job.steps,
                 "loss": page.get("loss") or None,

@@ -1,21 +1,39 @@
 """Telemetry of a run: what agents send, summed up by replicas and stages, and handed to the machine.
 
-Each worker's figures are added to sums as they come and are not kept, so that thousands of ranks take the
-room of their replicas and stages. A round ends once all ranks have been heard of; after an interval, once all
-replicas and stages have; after two intervals with what there is.
+Each worker's figures are added to sums as they come, and a few of them to a row of numbers, so that thousands
+of ranks take 60 bytes each. A round ends once all ranks have been heard of; after an interval, once all
+replicas and stages have; after two intervals with what there is. The machine gets the sums. Whoever explains
+the run (rules, pages, the archive) gets a window: the round flattened, and who was slow.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.coordinator.messages import GenerationSpec, Measured, RunFigures
+from picotron_ray.observability.rank_table import RankTable
+from picotron_ray.observability.windows import (
+    Samples,
+    TelemetryWindow,
+    known,
+    run_figures,
+    window_of_round,
+)
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
+
+NO_EVENTS = 1 << 62
+MOST_SHOWN = 32
+"""Ranks that the status shows one by one; of more, the slowest."""
+SAMPLED = ("loss", "grad_norm", "learning_rate", "step_time_s")
+"""Figures of which each step that a heartbeat shows is a sample; of the others each window is."""
+PageFigures = dict[str, Any]
+"""What a heartbeat carries of a worker's page."""
 
 
 class RankSpread:
@@ -54,6 +72,7 @@ class Round:
         self._steps, self._last_step = 0, 0
         self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
+        self.table = RankTable(layout.world_size)
 
     @property
     def complete(self) -> bool:
@@ -86,6 +105,12 @@ class Round:
         self._steps, self._last_step = max(self._steps, one.steps), max(self._last_step, one.last_step)
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
+        self._fill(one)
+
+    def _fill(self, one: WorkerFigures) -> None:
+        means, memory = (window.mean for window in one.series), one.memory
+        held = memory.allocated, memory.peak, memory.device
+        self.table.put(one.rank, (*means, one.utilization, *held))
 
     def _remember(self, memory: MemoryFigures) -> None:
         if self.ranks == 1 or memory.largest_free < self._least_free:
@@ -138,7 +163,18 @@ class Round:
             },
             "utilization": figures.utilization,
             "waits_seen": figures.waits_seen,
+            "slow_ranks": self._slow_ranks(),
         }
+
+    def _slow_ranks(self) -> list[dict[str, Any]]:
+        """Return the slowest ranks with all their columns, the slowest first; the first ones, where waits are
+        not told from computing, and so nobody is known to be slow.
+        """
+        if not self._waits_seen:
+            return self.table.rows(range(min(MOST_SHOWN, self.table.ranks)))
+        slow = self.table.slowest(MOST_SHOWN)
+        rows = self.table.rows([one.rank for one in slow])
+        return [{**row, **one._asdict()} for row, one in zip(rows, slow, strict=True)]
 
 
 def _fullness(memory: MemoryFigures) -> tuple[float, int]:
@@ -156,9 +192,27 @@ class RunTelemetry:
         self._interval_s, self._record = interval_s or 0.0, record
         self._lock = threading.Lock()
         self._round: Round | None = None
+        self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
+        self.listeners: list[Callable[[TelemetryWindow], None]] = []
+        """Called with each window, on the coordinator's loop: whatever takes long goes elsewhere."""
+        self.newest: RankTable | None = None
+        """Ranks of the newest round."""
+        record.windows = self._windows
 
-    def take(self, spec: GenerationSpec | None, found: Sequence[WorkerFigures], now_s: float) -> None:
-        """Add what an agent sent; figures of any generation but ``spec``'s are dropped."""
+    def take(
+        self,
+        spec: GenerationSpec | None,
+        found: Sequence[WorkerFigures],
+        now_s: float,
+        pages: Sequence[PageFigures] = (),
+    ) -> None:
+        """Add what an agent sent; figures of any generation but ``spec``'s are dropped.
+
+        Args:
+            pages: of the agent's workers.
+        """
+        if spec is not None:
+            self._sample(spec, pages)
         fresh = [one for one in found if spec is not None and (one.term, one.n) == (spec.id.term, spec.id.n)]
         if not fresh or spec is None:
             return
@@ -167,6 +221,20 @@ class RunTelemetry:
                 self._round = Round(spec, now_s)
             for one in fresh:
                 self._round.add(one)
+
+    def _sample(self, spec: GenerationSpec, pages: Sequence[PageFigures]) -> None:
+        """Sample rank 0's page, where it shows a step that was not sampled yet."""
+        for page in pages:
+            at = page["term"], page["n"], page["step"]
+            if page["rank"] == 0 and at[:2] == (spec.id.term, spec.id.n) and page["step_time_s"] > 0:
+                with self._lock:
+                    if at > self._sampled:
+                        self._sampled = at
+                        self._samples.add(known({name: page[name] for name in SAMPLED}))
+
+    def _windows(self) -> dict[str, dict[str, float]]:
+        with self._lock:
+            return self._samples.windows()
 
     def due(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
         """Return the event of a round that is over; none while it goes on."""
@@ -186,5 +254,16 @@ class RunTelemetry:
                 return ()
             self._round = None
         figures = held.figures()
-        self._record.telemetry = held.status(figures)
+        told = self._record.telemetry = held.status(figures)
+        self._tell(held, told)
         return (Measured(held.id, figures),)
+
+    def _tell(self, held: Round, told: dict[str, Any]) -> None:
+        more = run_figures(self._record.status(NO_EVENTS, most_pages=0), self._record.measured().leader)
+        window = window_of_round(time.time(), told, more, held.table)
+        with self._lock:
+            self.newest = held.table
+            sampled = {name: value for name, value in window.figures.items() if name not in SAMPLED}
+            self._samples.add(sampled)
+        for listener in self.listeners:
+            listener(window)

@@ -57,7 +57,7 @@ _VARIABLES = (
 
 
 class BundleSource:
-    """What is known of one run."""
+    """Knowledge of one run."""
 
     def __init__(self, run: str) -> None:
         """
@@ -210,7 +210,7 @@ def _read(line: str) -> Any:
 
 
 def versions() -> dict[str, Any]:
-    """What this machine runs."""
+    """Packages, Python and hardware of this machine."""
     found: dict[str, Any] = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -38,7 +38,7 @@ from picotron_ray.planner.model_sizes import flops_per_token
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
-from picotron_ray.runtime.node_agent.machine import Machine
+from picotron_ray.runtime.node_agent.machine import NodeMachine
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
 from picotron_ray.runtime.telemetry_page import MemoryFigures, StepRow, TelemetryPage
 from picotron_ray.runtime.telemetry_window import WARM_UP, Window
@@ -111,7 +111,7 @@ TELEMETRY: dict[str, Any] = {
 def agent_figures(folder: Path) -> AgentFigures:
     """Figures of a node with a host that is this one, and no GPU."""
     logs: Any = SimpleNamespace(lines=12, lost=3)
-    machine = Machine(Gpus(), {"state": folder})
+    machine = NodeMachine(Gpus(), {"state": folder})
     time.sleep(0.1)  # the shares of the host's time are since its reader was made
     return AgentFigures(folder, lambda: living(folder), SERVICE, machine, logs)
 

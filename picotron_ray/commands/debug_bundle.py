@@ -1,4 +1,4 @@
-"""``picotron-ray debug NAME bundle``: everything that a bug report needs, in one file."""
+"""``picotron-ray debug bundle NAME``: everything that a bug report needs, in one file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bundle(
 
     Secrets are cut out of all of it. It works for a run that is over, too, from its storage alone.
 
-    Example: picotron-ray debug quickstart bundle --to report.zip
+    Example: picotron-ray debug bundle quickstart --to report.zip
     """
     with reported(as_json):
         from picotron_ray.runtime.driver.bundle import write_bundle

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
@@ -34,6 +34,7 @@ from picotron_ray.observability.windows import (
     window_of_round,
 )
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
+from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
@@ -84,6 +85,8 @@ class Round:
         self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
         self.table = RankTable(layout.world_size)
+        self._health: dict[str, float] = {}
+        self.links = RoundLinks()
 
     @property
     def complete(self) -> bool:
@@ -117,6 +120,8 @@ class Round:
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
         self._fill(one)
+        join_health(self._health, one.health)
+        self.links.add(one.links)
 
     def _fill(self, one: WorkerFigures) -> None:
         means, memory = (window.mean for window in one.series), one.memory
@@ -174,6 +179,7 @@ class Round:
             },
             "utilization": figures.utilization,
             "waits_seen": figures.waits_seen,
+            "health": dict(self._health),
             "slow_ranks": self._slow_ranks(),
         }
 
@@ -186,6 +192,13 @@ class Round:
         slow = self.table.slowest(MOST_SHOWN)
         rows = self.table.rows([one.rank for one in slow])
         return [{**row, **one._asdict()} for row, one in zip(rows, slow, strict=True)]
+
+
+def join_health(all_of_them: dict[str, float], one: Mapping[str, float]) -> None:
+    """Add a machine's health to that of others: counts are summed, of shares the largest stays."""
+    for name, value in one.items():
+        before = all_of_them.get(name, 0.0)
+        all_of_them[name] = max(before, value) if name.endswith("_ratio") else before + value
 
 
 def _fullness(memory: MemoryFigures) -> tuple[float, int]:
@@ -209,6 +222,7 @@ class RunTelemetry:
         self.newest: tuple[RankTable, str] | None = None
         """Ranks of the newest round, and its generation."""
         self._archive: ArchiveKeeper | None = None
+        self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
         record.windows = self._windows
 
     def archived(self, archive: ArchiveKeeper) -> RunTelemetry:
@@ -284,7 +298,8 @@ class RunTelemetry:
                 return ()
             self._round = None
         figures = held.figures()
-        told = self._record.telemetry = held.status(figures)
+        told = {**held.status(figures), "links": held.links.told(self._best)}
+        self._record.telemetry = told
         self._tell(held, told)
         return (Measured(held.id, figures),)
 

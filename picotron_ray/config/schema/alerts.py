@@ -115,8 +115,8 @@ class AlertSinkConfig(Section):
     """
 
     kind: Literal["webhook", "slack", "alertmanager"] = Field(
-        description="webhook: JSON of the finding; slack: {text}, as Slack and what is compatible with it take"
-        " it; alertmanager: its API v2"
+        description="webhook: JSON of the finding; slack: {text}, as Slack and what is compatible with it"
+        " take it; alertmanager: its API v2"
     )
     url: str | None = Field(
         default=None, description="address, http:// or https://, where it is no secret; null: see below"
@@ -169,9 +169,9 @@ class AlertsConfig(Section):
     enabled: bool = Field(default=True, description="judge windows; needs telemetry.interval_s")
     detectors: tuple[Detector, ...] = Field(
         default=("thresholds",),
-        description="thresholds: the table of rules; robust: figures far from their median, in median absolute"
-        " deviations; learned: an isolation forest over all figures (extra alerts). The last two tell of"
-        " what is unusual, as info",
+        description="thresholds: the table of rules; robust: figures far from their medians, in median"
+        " absolute deviations; learned: an isolation forest over figures (extra alerts). The last two tell"
+        " of what is unusual, as info",
     )
     rules: tuple[AlertRuleConfig, ...] = Field(default=(), description="rules that differ from the table")
     act: tuple[AlertActConfig, ...] = Field(default=(), description="what findings have done")

@@ -29,7 +29,7 @@ def _rules(job: JobConfig) -> Iterator[Problem]:
         elif rule.figure is None and (rule.above is not None or rule.below is not None):
             yield Problem(at, "saw above or below without a figure; a known rule has a threshold")
         elif rule.figure is not None and known:
-            yield Problem(f"{at}.rule", f"saw {rule.rule!r}, a known rule, with a figure; choose another name")
+            yield Problem(f"{at}.rule", f"saw {rule.rule!r}, a known rule, with a figure; take another name")
         elif rule.figure is not None and rule.figure not in FIGURES:
             hint = _nearest(rule.figure, FIGURES)
             yield Problem(f"{at}.figure", f"saw {rule.figure!r}, which no window has, {hint}")

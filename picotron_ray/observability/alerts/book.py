@@ -23,6 +23,8 @@ MOST_KEPT = 256
 """Findings that are over and that are remembered."""
 MOST_SILENCES = 64
 EVERY_RULE = "*"
+BAD_STEPS = "bad_steps_total"
+"""Figure whose rule names the step itself, which the window tells apart."""
 Place = Callable[[int], str]
 """Node of a rank; "" where it is not known."""
 
@@ -72,7 +74,7 @@ class AlertBook:
             acts: by rule, what is asked for when it fires.
             checkpoint_steps: steps from one commit to the next.
         """
-        self._detectors, self._rules, self._acts = detectors, rules, acts
+        self._detectors, self.rules, self._acts = detectors, rules, acts
         self._checkpoint_steps = checkpoint_steps
         self.silences = list(silences)
         self._tracks: dict[tuple[str, str], _Track] = {}
@@ -117,12 +119,12 @@ class AlertBook:
             detector.remeshed()
         over = []
         for place, track in self._tracks.items():
-            if self._rules[place[0]].remesh:
+            if self.rules[place[0]].remesh:
                 over.append(self._end(track, window.at_s))
         return over
 
     def _shown(self, sign: Sign, window: TelemetryWindow, node_of: Place) -> Finding | None:
-        rule = self._rules[sign.rule]
+        rule = self.rules[sign.rule]
         track = self._tracks.setdefault((sign.rule, sign.key), _Track())
         track.clear = 0
         track.shown += 1
@@ -142,7 +144,7 @@ class AlertBook:
     def _cleared(self, place: tuple[str, str], track: _Track, at_s: float) -> Finding | None:
         track.shown = 0
         track.clear += 1
-        rule = self._rules[place[0]]
+        rule = self.rules[place[0]]
         return self._end(track, at_s) if track.clear >= rule.windows else None
 
     def _end(self, track: _Track, at_s: float) -> Finding | None:
@@ -175,7 +177,7 @@ class AlertBook:
             since_s=since_s,
             at_s=window.at_s,
             generation=window.generation,
-            step=int(window.figures.get("step", 0)),
+            step=int(window.figures.get("bad_step" if rule.figure == BAD_STEPS else "step", 0)),
             evidence=sign.evidence,
             advice=rule.advice,
             rank=rank,

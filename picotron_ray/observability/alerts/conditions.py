@@ -117,8 +117,9 @@ class Condition:
         return said, {"first": first, "rises": float(count)}
 
     def counter(self, key: str, name: str, value: float, at_s: float) -> Said:
-        before = self._last.get(key, 0.0 if self.rule.remesh else value)
+        before = self._last.get(key, 0.0 if self.rule.from_zero else value)
         self._last[key] = value
+        before = before if before <= value else 0.0  # it began anew
         if value - before < self.rule.threshold:
             return None
         return f"{name} went from {before:.0f} to {value:.0f}", {"before": before}

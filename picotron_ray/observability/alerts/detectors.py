@@ -11,7 +11,7 @@ window costs as much at 1,000 ranks as at 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from picotron_ray.config.schema.alerts import AlertsConfig, Detector
@@ -155,7 +155,10 @@ def open_detectors(config: AlertsConfig, *, gpu: bool) -> tuple[list[WindowDetec
         ConfigError: the library of one is not installed.
     """
     rules = rules_of(config, gpu=gpu)
-    made = {"thresholds": lambda: Thresholds(rules), "robust": Robust, "learned": Learned}
-    kinds: tuple[Detector, ...] = config.detectors
-    found: list[WindowDetector] = [made[kind]() for kind in dict.fromkeys(kinds)]
+    made: dict[Detector, Callable[[], WindowDetector]] = {
+        "thresholds": lambda: Thresholds(rules),
+        "robust": Robust,
+        "learned": Learned,
+    }
+    found = [made[kind]() for kind in dict.fromkeys(config.detectors)]
     return found, {**{rule.name: rule for rule in rules}, UNUSUAL.name: UNUSUAL}

@@ -35,7 +35,7 @@ class Rule:
         remesh: whether a re-mesh changes what is ordinary, so that baselines and counts begin anew.
         beside: a second figure that must be above its own baseline by half, and above `BESIDE` as a share.
         gpu: only where GPUs compute.
-        least: value that the figure must have at least; below it nothing is judged.
+        from_zero: whether a counter's first value counts as growth.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Rule:
     remesh: bool = True
     beside: str = ""
     gpu: bool = False
-    least: float = 0.0
+    from_zero: bool = False
 
 
 BESIDE = 0.05
@@ -59,6 +59,7 @@ TABLE: tuple[Rule, ...] = (
         "nan", "critical", "bad_steps_total", "counter", 1.0,
         "a loss or gradient was not finite, and its update was left out",
         "look at the samples that the run's events name; a lower learning rate, or alerts.act with rewind",
+        remesh=False, from_zero=True,
     ),
     Rule(
         "loss-spike", "warning", "loss", "rise", 1.3,
@@ -124,7 +125,6 @@ TABLE: tuple[Rule, ...] = (
         "leak", "warning", "allocated_bytes", "rising", 10.0,
         "memory has grown with every window",
         "look for tensors or objects that are kept from step to step",
-        least=1.0,
     ),
     Rule(
         "fragmentation", "info", "fragmentation_ratio", "above", 0.5,

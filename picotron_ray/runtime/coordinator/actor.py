@@ -37,6 +37,7 @@ from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
 from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
+from picotron_ray.runtime.coordinator.alert_service import AlertCalls
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
     EarlyEvents,
@@ -73,7 +74,7 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator:
+class Coordinator(AlertCalls):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
@@ -83,11 +84,11 @@ class Coordinator:
         self._store = self._open_store()
         self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
-        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest)
+        self._device = self._cluster.device()
+        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest, self._device)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
-        self._device = self._cluster.device()
         self._flush_s = options.get("slot_bytes", 0) / FLUSH_BYTES_PER_S
         default = default_planner(self._job, self._device)
         self._machine = Machine(self._job, default=default, flush_s=self._flush_s)
@@ -254,9 +255,8 @@ class Coordinator:
 
     def _observe(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
         """Let everything follow that decides nothing; an error there keeps no command from being obeyed."""
-        guarded, line = self._supervisor.guarded, 0
-        if self._machine.eventful:
-            line = self._event_log.next_line
+        guarded = self._supervisor.guarded
+        line = self._event_log.next_line if self._machine.eventful else 0
         guarded("the run's record", self._record.observe, event, commands, time.time(), line)
         if line:
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)

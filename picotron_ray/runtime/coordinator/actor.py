@@ -35,7 +35,6 @@ from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
-from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.alert_service import AlertCalls
 from picotron_ray.runtime.coordinator.beginning import (
@@ -54,6 +53,7 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
+from picotron_ray.runtime.coordinator.log_service import CoordinatorLogs, LastLines
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
@@ -74,12 +74,11 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator(AlertCalls):
+class Coordinator(AlertCalls, CoordinatorLogs):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
-        process_log.begin()
-        self._job = JobConfig.model_validate(job)
+        super().__init__(JobConfig.model_validate(job))
         self._options = options
         self._store = self._open_store()
         self._cluster = self._find_cluster()
@@ -103,6 +102,7 @@ class Coordinator(AlertCalls):
         )
         self._supervisor = self._executor.supervisor
         spawn = self._executor.spawn
+        self._last_lines = LastLines(self._job, self._cluster, self._record.note, spawn)
         self._calibrations = Calibrations(self._job, self._device, self._record, spawn, living_nodes)
         self._evidence = Evidence(
             self._cluster.evidence,
@@ -236,7 +236,7 @@ class Coordinator(AlertCalls):
             return
         now = time.monotonic()
         if isinstance(event, m.WorkerExited):
-            self._cluster.gone(event.worker)
+            self._last_lines.gone(event.worker)
         try:
             commands = self._machine.handle(event, now)
         except Exception as error:  # noqa: BLE001 (told by exit)
@@ -273,6 +273,7 @@ class Coordinator(AlertCalls):
         if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
         self._cluster.run_identity, self._cluster.data = self._store.identity, self._store.data
+        self._logs.learn(self._store.identity)
         found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
         stored = await patience.call(partial(self._store.newest_record, decode_record))
@@ -326,8 +327,7 @@ class Coordinator(AlertCalls):
             self._executor.spawn(keep("metrics", partial(self._serve_metrics, folder), going, NODE_POLL_S))
 
     async def _tick(self) -> None:
-        self._dispatch(m.Tick())
-        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic()):
+        for event in (m.Tick(), *self._telemetry.due(self._machine.memory.spec, time.monotonic())):
             self._dispatch(event)
         self._record.waits = self._machine.waits
 
@@ -341,8 +341,8 @@ class Coordinator(AlertCalls):
         for event in await self._cluster.changes(self._executor.term):
             self._dispatch(event)
         if self._job.cluster.autoscale:
-            missing = self._machine.view.missing
-            await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
+            wanted = self._machine.view.missing, self._cluster.needs
+            await asyncio.to_thread(room.update, *wanted, time.monotonic())
 
     async def _watch_drains(self) -> None:
         """Tell the machine of nodes that are to go until it knows; slow joins do not delay it."""
@@ -354,7 +354,7 @@ class Coordinator(AlertCalls):
         file = targets_file(event_folder)
         if self._metrics is None:
             self._metrics = MetricsService(
-                self._job, self._record, lambda: self._machine.memory.state, get_node_ip_address(), file
+                self._job, self._record, lambda: self._machine.memory, get_node_ip_address(), file
             )
         await self._metrics.keep(lambda: self._cluster.metrics, lambda: not self._executor.ending)
 
@@ -372,8 +372,7 @@ class Coordinator(AlertCalls):
         term = self._executor.term
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = fenced_end(self._store.overtaken_by, self._job.name)
-        doubtful = finish.status == "fenced" or not term
-        if doubtful:
+        if finish.status == "fenced" or not term:  # whose it is, is in doubt
             await leave_to_successor(self._job.name, finish)
         finish = await close_nodes(self._cluster, self._record, self._job.name, term, finish)
         summary = self._record.summary(finish)
@@ -383,6 +382,7 @@ class Coordinator(AlertCalls):
         self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
+        await asyncio.to_thread(self._logs.close)
         await leave(self._job, self._options["owns_ray"], finish)
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:

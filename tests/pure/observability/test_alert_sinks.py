@@ -117,8 +117,9 @@ def test_slack_gets_text_and_alertmanager_its_api() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "hang_s", "tries"), [(500, 0.0, sinks.TRIES), (200, 5.0, sinks.TRIES), (302, 0.0, 1), (404, 0.0, 1)]
-)  # fmt: skip
+    ("answer", "hang_s", "tries"),
+    [(500, 0.0, sinks.TRIES), (200, 5.0, sinks.TRIES), (302, 0.0, 1), (404, 0.0, 1)],
+)
 def test_a_receiver_that_refuses_is_tried_within_bounds_dropped_counted_and_told_once(
     receiver: Receiver, answer: int, hang_s: float, tries: int
 ) -> None:

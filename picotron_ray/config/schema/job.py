@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from picotron_ray.config.schema.adapt import AdaptConfig
+from picotron_ray.config.schema.alerts import AlertsConfig
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
@@ -83,5 +84,6 @@ class JobConfig(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="figures of steps")
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="rules over telemetry")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

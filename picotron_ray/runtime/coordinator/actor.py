@@ -35,7 +35,6 @@ from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
-from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
@@ -53,6 +52,7 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
+from picotron_ray.runtime.coordinator.log_service import LastLines, LogService
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
@@ -73,12 +73,11 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator:
+class Coordinator(LogService):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
-        process_log.begin()
-        self._job = JobConfig.model_validate(job)
+        super().__init__(JobConfig.model_validate(job))
         self._options = options
         self._store = self._open_store()
         self._cluster = self._find_cluster()
@@ -102,6 +101,7 @@ class Coordinator:
         )
         self._supervisor = self._executor.supervisor
         spawn = self._executor.spawn
+        self._last_lines = LastLines(self._job, self._cluster, self._record.note, spawn)
         self._calibrations = Calibrations(self._job, self._device, self._record, spawn, living_nodes)
         self._evidence = Evidence(
             self._cluster.evidence,
@@ -235,7 +235,7 @@ class Coordinator:
             return
         now = time.monotonic()
         if isinstance(event, m.WorkerExited):
-            self._cluster.gone(event.worker)
+            self._last_lines.gone(event.worker)
         try:
             commands = self._machine.handle(event, now)
         except Exception as error:  # noqa: BLE001 (told by exit)
@@ -272,6 +272,7 @@ class Coordinator:
         if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
         self._cluster.run_identity, self._cluster.data = self._store.identity, self._store.data
+        self._logs.learn(self._store.identity)
         found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
         stored = await patience.call(partial(self._store.newest_record, decode_record))
@@ -382,6 +383,7 @@ class Coordinator:
         self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
+        await asyncio.to_thread(self._logs.close)
         await leave(self._job, self._options["owns_ray"], finish)
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:

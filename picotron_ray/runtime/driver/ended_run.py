@@ -91,6 +91,12 @@ def _last_launch(run: str) -> tuple[int, JobConfig | None] | None:
         return term, None
 
 
+def last_job(run: str) -> JobConfig | None:
+    """Return the config of a run's newest launch, as the event logs here have it; None where none tells."""
+    found = _last_launch(run)
+    return None if found is None else found[1]
+
+
 def emptied_storage(run: str) -> str:
     """Return where a run's last launch here had its storage, where that holds no log any more; else ""."""
     found = _last_launch(run)

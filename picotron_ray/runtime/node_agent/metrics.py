@@ -17,6 +17,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
+from picotron_ray.observability.logs.store import LogStore
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
 from picotron_ray.runtime.telemetry_page import SUFFIX as TELEMETRY
@@ -46,9 +47,11 @@ def serve_metrics(
 class AgentFigures:
     """Figures of a node: its workers, by their pages, its memory, its GPUs."""
 
-    def __init__(self, folder: Path, living: Callable[[], list[PageView]], shards: ShardServer) -> None:
+    def __init__(
+        self, folder: Path, living: Callable[[], list[PageView]], shards: ShardServer, logs: LogStore
+    ) -> None:
         """``living``: the pages of the node's living workers, as of now."""
-        self._folder, self._living, self._shards = folder, living, shards
+        self._folder, self._living, self._shards, self._logs = folder, living, shards, logs
         self._gpus = Gpus()
 
     def __call__(self) -> list[Sample]:
@@ -63,6 +66,8 @@ class AgentFigures:
             Sample("picotron_node_slot_bytes", slots),
             Sample("picotron_node_memory_file_system_free_bytes", free),
             Sample("picotron_node_served_snapshot_bytes_total", self._shards.served_bytes),
+            Sample("picotron_node_log_lines_total", self._logs.lines),
+            Sample("picotron_node_log_lost_lines_total", self._logs.lost),
             *self._gpus.samples(),
         ]
 

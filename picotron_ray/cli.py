@@ -15,6 +15,7 @@ from picotron_ray.commands import config, metrics, run
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.doctor import doctor
+from picotron_ray.commands.logs import logs
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
 
@@ -35,7 +36,7 @@ app.command("probe")(probe)
 app.command("validate")(config.validate)
 app.command("config-schema")(config.config_schema)
 app.command("status")(run.status)
-app.command("logs")(run.logs)
+app.command("logs")(logs)
 app.command("stop")(run.stop)
 app.command("dashboard")(metrics.dashboard)
 app.command("checkpoint-now")(run.checkpoint_now)

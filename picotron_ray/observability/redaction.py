@@ -24,7 +24,7 @@ _ASSIGNED = re.compile(
     r"""(?ix) (?P<name> [\w-]* (?: passw(?:or)?d | passphrase | secret | api[_-]?key | access[_-]?key
         | private[_-]?key | authorization | credential | (?<![a-z]) token (?!s|i[zs]|_?count|_?per) ) [\w-]* )
     (?P<between> ["']? \s* [:=] \s* ["']? (?: (?:bearer|basic) \s+ )? )
-    (?! [\d.,+e-]+ (?:\s|$|["',;]) ) (?P<value> [^\s"',;&)}\]]{6,} )"""
+    (?! [\d.,+e-]+ (?:\s|$|["',;]) | (?:bearer|basic) \s ) (?P<value> [^\s"',;&)}\]]{6,} )"""
 )
 _FORMS = re.compile(
     r"""(?x) (?: A(?:KI|SI)A[0-9A-Z]{16} | gh[pousr]_\w{16,} | github_pat_\w{16,} | glpat-[\w-]{16,}
@@ -66,7 +66,9 @@ def _secrets(environment: Mapping[str, str]) -> list[str]:
     found = []
     for name, value in environment.items():
         if _URL_NAME.search(name) and "://" in value:
-            found += re.findall(r"://[^\s/:@]*:([^\s/@]+)@", value) + re.findall(r"[?&][^=&]*=([^&\s]+)", value)
+            found += re.findall(r"://[^\s/:@]*:([^\s/@]+)@", value) + re.findall(
+                r"[?&][^=&]*=([^&\s]+)", value
+            )
         if is_secret_name(name):
             found.append(value.strip())
     return [value for value in found if len(value) >= LEAST_VALUE]

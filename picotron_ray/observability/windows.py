@@ -82,6 +82,7 @@ def round_figures(told: Mapping[str, Any], slowest: Sequence[SlowRank]) -> dict[
         "fragmentation_ratio": 1.0 - min(1.0, free / unused) if unused > 0 and free else None,
         "utilization_ratio": told["utilization"] or None,
         "straggler_ratio": slowest[0].ratio if slowest else None,
+        **told.get("health", {}),
     }
     return known(found)
 

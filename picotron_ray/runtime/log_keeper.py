@@ -1,8 +1,8 @@
 """Keeper of a node's log lines: reads what its processes write, and stores it with its place in training.
 
 It reads the files that Ray redirects their output to, so no process waits for it and what a killed one wrote
-last is there too. It is a thread of its own, in each agent and in the coordinator, for its own lines. Whatever
-fails here costs lines, which are counted.
+last is there too. It is a thread of its own, in each agent, and in the coordinator for its own lines.
+Whatever fails here costs lines, which are counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sending of log lines to storage: the newest of a node now and then, and those of a worker that died.
 
-What a node's disk has is gone with the node, and out of reach once the run is over. So its newest lines go to
-storage once a minute where there are new ones, and at the end; a dead worker's as soon as its failure is known.
-A thread of its own does it, after everything else: storage that is away or full costs what would have been
-sent. Each object is replaced as a whole, and there is a fixed number of names.
+What a node's disk has is gone with the node, and out of reach once the run is over. So its newest lines go
+to storage once a minute where there are new ones, and at the end; a dead worker's as soon as its end is
+known. A thread of its own does it, after everything else: storage that is away or full costs what would have
+been sent. Each object is replaced as a whole, and there is a fixed number of names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def stored_lines(storage: Storage) -> dict[str, list[bytes]]:
 class LogShipping:
     """Sender of one folder's lines; any thread may ask."""
 
-    def __init__(self, folder: Path, key: str, storage: Callable[[], Storage], count: Callable[[], int]) -> None:
+    def __init__(
+        self, folder: Path, key: str, storage: Callable[[], Storage], count: Callable[[], int]
+    ) -> None:
         """
         Args:
             storage: opens the run's storage; called on the thread that sends.

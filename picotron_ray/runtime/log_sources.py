@@ -107,13 +107,19 @@ class Source:
 
 
 def read_note(path: Path, offsets: dict[str, list[int]]) -> Source | None:
-    """Read what a process left; None where it is torn. ``offsets``: how far it was read, by note and stream."""
+    """Read what a process left; None where it is torn.
+
+    Args:
+        offsets: how far it was read, as of `offsets_of`.
+    """
     try:
         value = json.loads(path.read_text())
         at = offsets.get(path.name, [0, 0, 0, 0])
         places = {"stdout": (at[0], at[1]), "stderr": (at[2], at[3])}
         files = {
-            stream: GrowingFile(Path(file), *places[stream]) for stream, file in value["paths"].items() if file
+            stream: GrowingFile(Path(file), *places[stream])
+            for stream, file in value["paths"].items()
+            if file
         }
         return Source(str(value["name"]), int(value["pid"]), int(value["start_ticks"]), files, path)
     except (OSError, ValueError, KeyError, TypeError):

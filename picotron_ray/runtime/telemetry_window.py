@@ -60,6 +60,7 @@ class WorkerFigures:
         memory: at the end of the last step.
         utilization: share of the device's time in which it computes; 0: not known.
         waits_seen: as of `telemetry_page.StepRow`.
+        health: of the machine, in figures of a telemetry window; one worker of a node has it.
     """
 
     term: int
@@ -75,6 +76,7 @@ class WorkerFigures:
     memory: MemoryFigures = NO_MEMORY
     utilization: float = 0.0
     waits_seen: bool = True
+    health: dict[str, float] = field(default_factory=dict)
 
 
 def newest(rows: Sequence[StepRow], span_s: float) -> Sequence[StepRow]:

@@ -1,8 +1,8 @@
 """Log lines of a run: one JSON object each, with the place in training at which it was written.
 
-A process of the run prints a record of Python's ``logging`` with a head that is read back here. All else that
-it writes (a user's ``print``, the C++ parts of torch) has the level ``stdout`` or ``stderr``, and its place is
-that of the worker when the line was read, at most a second later.
+A process of the run prints a record of Python's ``logging`` with a head that is read back here. All else
+that it writes (a user's ``print``, the C++ parts of torch) has the level ``stdout`` or ``stderr``, and its
+place is that of the worker when the line was read, at most a second later.
 """
 
 from __future__ import annotations
@@ -107,9 +107,12 @@ def _entry(at_s: float, level: str, place: Place, logger: str | None, text: str)
 
 def encode(seq: int, entry: Mapping[str, Any]) -> bytes:
     """Encode a line as it is stored; ``seq`` numbers the lines of a node."""
-    return json.dumps({"seq": seq, **entry}, separators=(",", ":"), ensure_ascii=False).encode(
-        "utf-8", "replace"
-    ) + b"\n"
+    return (
+        json.dumps({"seq": seq, **entry}, separators=(",", ":"), ensure_ascii=False).encode(
+            "utf-8", "replace"
+        )
+        + b"\n"
+    )
 
 
 def decode(line: bytes) -> dict[str, Any] | None:

@@ -62,7 +62,12 @@ def _clean(text: str) -> str:
 
 
 def query_of(
-    rank: int | None, node: str | None, since: str | None, level: str | None, pattern: str | None, now_s: float
+    rank: int | None,
+    node: str | None,
+    since: str | None,
+    level: str | None,
+    pattern: str | None,
+    now_s: float,
 ) -> Query:
     """Make a query of a user's words; ConfigError names the first that is no such thing."""
     if rank is not None and rank < 0:

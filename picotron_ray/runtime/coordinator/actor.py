@@ -355,7 +355,7 @@ class Coordinator(LogService):
         file = targets_file(event_folder)
         if self._metrics is None:
             self._metrics = MetricsService(
-                self._job, self._record, lambda: self._machine.memory.state, get_node_ip_address(), file
+                self._job, self._record, lambda: self._machine.memory, get_node_ip_address(), file
             )
         await self._metrics.keep(lambda: self._cluster.metrics, lambda: not self._executor.ending)
 

@@ -70,7 +70,9 @@ class LastLines:
             if self._slots is None:
                 self._slots = await asyncio.to_thread(self._find_slots)
             key = dead_key(next(self._slots))
-            if await self._cluster.call_agent(node, "send_log", worker, key, timeout_s=CALL_S, patience_s=0.0):
+            if await self._cluster.call_agent(
+                node, "send_log", worker, key, timeout_s=CALL_S, patience_s=0.0
+            ):
                 self._note("info", "log", f"the last lines of worker {worker} go to {key}")
         except (RayError, TimeoutError, PicotronError) as error:
             log.info("the last lines of worker %s stay where they are: %s", worker, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
@@ -84,6 +84,7 @@ class Round:
         self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
         self.table = RankTable(layout.world_size)
+        self._health: dict[str, float] = {}
 
     @property
     def complete(self) -> bool:
@@ -117,6 +118,7 @@ class Round:
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
         self._fill(one)
+        join_health(self._health, one.health)
 
     def _fill(self, one: WorkerFigures) -> None:
         means, memory = (window.mean for window in one.series), one.memory
@@ -174,6 +176,7 @@ class Round:
             },
             "utilization": figures.utilization,
             "waits_seen": figures.waits_seen,
+            "health": dict(self._health),
             "slow_ranks": self._slow_ranks(),
         }
 
@@ -186,6 +189,13 @@ class Round:
         slow = self.table.slowest(MOST_SHOWN)
         rows = self.table.rows([one.rank for one in slow])
         return [{**row, **one._asdict()} for row, one in zip(rows, slow, strict=True)]
+
+
+def join_health(all_of_them: dict[str, float], one: Mapping[str, float]) -> None:
+    """Add a machine's health to that of others: counts are summed, of shares the largest stays."""
+    for name, value in one.items():
+        before = all_of_them.get(name, 0.0)
+        all_of_them[name] = max(before, value) if name.endswith("_ratio") else before + value
 
 
 def _fullness(memory: MemoryFigures) -> tuple[float, int]:

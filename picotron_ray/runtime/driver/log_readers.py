@@ -93,6 +93,8 @@ class LogReaders:
         return found
 
     def _nothing(self) -> str:
+        if not self.cluster and (ray := local_ray.find(self.run)) is not None and ray.running:
+            return f"run: the lines of {self.run!r} were deleted, or not written yet, though its Ray runs"
         where = f"the Ray at {os.environ['RAY_ADDRESS']}" if self.cluster else "this machine"
         folder = local_ray.log_folder(self.run)
         rays = f"; Ray's own logs of it are in {folder}" if folder.is_dir() and not self.cluster else ""

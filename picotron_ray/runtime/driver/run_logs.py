@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from picotron_ray.errors import ConfigError
@@ -136,5 +135,3 @@ class _Reader:
 
 def _order(entry: Mapping[str, Any]) -> tuple[str, str, int]:
     return str(entry["time"]), str(entry.get("node") or ""), int(entry["seq"])
-
-

@@ -40,7 +40,8 @@ def at_address(word: str) -> tuple[str, Storage]:
     try:
         if storage.size("run.json") is None:
             raise ConfigError(
-                f"run: saw {redact(word)!r}, expected the address of a run, a folder or prefix with a run.json"
+                f"run: saw {redact(word)!r}, expected the name of a run, or its address in storage: a folder"
+                " or prefix with a run.json"
             )
     except PicotronError as error:
         if isinstance(error, ConfigError):

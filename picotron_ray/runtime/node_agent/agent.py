@@ -41,6 +41,7 @@ from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
 from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.log_service import LogService
+from picotron_ray.runtime.node_agent.machine import machine_of
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
@@ -104,11 +105,12 @@ class Agent(LogService):
             lambda name, key: self._quarantined.get(name) == key,
             ledger_folder(self._folder),
         )
-        figures = AgentFigures(self._folder, self._living, self._shards, self._logs.store)
+        machine = machine_of(self._job, self._folder, self._gpus)
+        figures = AgentFigures(self._folder, self._living, self._shards, machine, self._logs.store)
         self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
-        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, self._gpus.utilizations)
+        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, machine)
         self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
@@ -232,8 +234,6 @@ class Agent(LogService):
         """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
         self._accept(term)
         self._kept.mark(key, self._terms.run)
-
-    # --- workers -----------------------------------------------------------------------------------------
 
     def kill(self, term: int, worker: str) -> bool | str:
         """Kill a worker by SIGKILL to its pid; True where it was alive, `PUT_OFF` where it is rescued."""

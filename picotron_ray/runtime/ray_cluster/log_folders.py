@@ -71,16 +71,12 @@ def known_nodes(run: str) -> dict[str, Path]:
 
     Those that know no identity count as of any run: their nodes were never greeted by a coordinator.
     """
-    with suppress(FileNotFoundError):
-        folders = {path.name: path for path in sorted(log_root(run).iterdir()) if path.is_dir()}
-        newest = max(folders.values(), key=_written_s, default=None)
-        identity = next(
-            (found for path in sorted(folders.values(), key=_written_s, reverse=True) if (found := run_of(path))),
-            "",
-        )
-        if newest is not None:
-            return {name: path for name, path in folders.items() if run_of(path) in ("", identity)}
-    return {}
+    try:
+        folders = sorted((path for path in log_root(run).iterdir() if path.is_dir()), key=_written_s)
+    except OSError:
+        return {}
+    identity = next(filter(None, map(run_of, reversed(folders))), "")
+    return {folder.name: folder for folder in folders if run_of(folder) in ("", identity)}
 
 
 def _written_s(folder: Path) -> float:

@@ -18,11 +18,14 @@ from picotron_ray.observability.metric import Metric, bucket_of, series_of
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "dashboards"
 UNITS = {
-    "1", "adaptations", "bytes", "celsius", "commits", "errors", "events", "failures", "generations", "nats",
-    "operations", "ratio", "seconds", "snapshots", "steps", "tokens", "tokens_per_second", "watts", "workers",
+    "1", "adaptations", "bytes", "celsius", "commits", "errors", "events", "failures", "generations", "hertz",
+    "lines", "nats", "operations", "ratio", "seconds", "snapshots", "steps", "tokens", "tokens_per_second",
+    "watts", "workers",
 }  # fmt: skip
 TABLES = {
-    "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE", "GPU"),
+    "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE"),
+    "picotron_ray.observability.step_metrics": ("STEPS",),
+    "picotron_ray.observability.machine_metrics": ("GPU", "HOST"),
     "picotron_ray.observability.coordinator_metrics": ("TRAINING", "ELASTIC", "CHECKPOINT"),
 }
 

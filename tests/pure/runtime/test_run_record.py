@@ -247,8 +247,8 @@ def test_bad_steps_in_a_row_are_told_with_their_number_and_not_line_by_line(run:
 
 
 def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    package = logging.getLogger("picotron_ray")
-    before = (package.level, list(package.handlers))
+    package, root = logging.getLogger("picotron_ray"), logging.getLogger()
+    before = (package.level, list(root.handlers))
     try:
         process_log.begin()
         process_log.begin()  # a worker's and a coordinator's class may share a process in tests
@@ -256,9 +256,13 @@ def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.Captur
         run.record.note("info", "commit", "step 5 committed")
     finally:
         package.setLevel(before[0])
-        package.handlers[:] = before[1]
+        root.handlers[:] = before[1]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["WARNING it is full", "INFO step 5 committed"]
+    logger = "picotron_ray.runtime.coordinator.run_record"
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        f"WARNING {logger} [] it is full",
+        f"INFO {logger} [] step 5 committed",
+    ]
 
 
 def test_a_held_out_loss_of_steps_that_were_given_up_is_shown_no_more(run: Run) -> None:

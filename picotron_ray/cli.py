@@ -11,11 +11,13 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, metrics, run
+from picotron_ray.commands import config, run
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
+from picotron_ray.commands.dashboard import dashboard
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.logs import logs
+from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
 
@@ -38,7 +40,8 @@ app.command("config-schema")(config.config_schema)
 app.command("status")(run.status)
 app.command("logs")(logs)
 app.command("stop")(run.stop)
-app.command("dashboard")(metrics.dashboard)
+app.command("dashboard")(dashboard)
+app.command("metrics")(metrics)
 app.command("checkpoint-now")(run.checkpoint_now)
 
 COMMANDS = "picotron_ray.commands"

@@ -51,7 +51,7 @@ def dashboard(
             _print_once(run)
             return
         serve.refuse_missing_extra()
-        page = serve.Page(host, serve.bind(host, port), allow_host or ())
+        page = serve.ServedPage(host, serve.bind(host, port), allow_host or ())
         for line in serve.warnings(host):
             print(f"warning: {line}", file=sys.stderr)
         told = {"run": run, "url": page.url, "host": host, "port": page.port, "token": page.token}
@@ -67,7 +67,7 @@ def _print_once(run: str) -> None:
 
 
 def _moved(grafana: bool, as_json: bool) -> None:
-    """What this command did before it served the page."""
+    """Do what this command did before it served the page."""
     from picotron_ray.commands.metrics import metrics
 
     words = "picotron-ray metrics --grafana" if grafana else "picotron-ray metrics"

@@ -72,7 +72,7 @@ def fetch(address: str) -> str:
         return bytes(answer.read(ANSWER_BYTES)).decode(errors="replace")
 
 
-class AgentFigures:
+class NodeScrapes:
     """Newest figures of the nodes that are asked."""
 
     def __init__(self, ask: Callable[[str], str] = fetch) -> None:

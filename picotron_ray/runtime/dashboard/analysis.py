@@ -1,4 +1,4 @@
-"""What a run's config says: itself as YAML, its model's numbers, the memory that its layout should take."""
+"""Config of a run as YAML, the numbers of its model, and the memory that its layout should take."""
 
 from __future__ import annotations
 

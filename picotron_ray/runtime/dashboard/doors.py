@@ -1,4 +1,4 @@
-"""What the page's buttons do: requests to the run's coordinator, each by the function that its command calls.
+"""Buttons of the page: requests to the run's coordinator, as its commands make them.
 
 A button is offered where the run goes on here. Input is checked before anything is asked.
 """

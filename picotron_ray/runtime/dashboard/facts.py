@@ -12,7 +12,7 @@ from picotron_ray.runtime.dashboard.curves import Curves
 
 @dataclass(slots=True)
 class RunFacts:
-    """What is known of a run now.
+    """Everything that is known of a run now.
 
     Fields:
         status: as the coordinator tells it; of a run without one the same keys, as far as storage knows them.

@@ -10,7 +10,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError, StorageError
-from picotron_ray.runtime.dashboard.agent_figures import AgentFigures
+from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.stored import StoredRun
@@ -39,7 +39,7 @@ class LiveRun:
         self._config: dict[str, Any] = {}
         self._stored: StoredRun | None = None
         self.curves = Curves()
-        self._agents = AgentFigures()
+        self._agents = NodeScrapes()
         self._members: list[str] = []
         self._nodes: dict[str, str] = {}  # by worker
         self._pages: dict[str, dict[str, Any]] = {}

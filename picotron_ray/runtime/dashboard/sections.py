@@ -225,7 +225,7 @@ def _memory(facts: RunFacts) -> dict[str, Any]:
 
 
 def findings(facts: RunFacts) -> Iterable[dict[str, Any]]:
-    """What is wrong or was found out: findings, failures, slow ranks, and warnings, the newest first."""
+    """Findings of any kind: open ones, failures, slow ranks, and warnings, the newest first."""
     for one in list(facts.status.get("findings") or ())[-ROWS:]:
         yield {"level": "warning", "text": "", **one}
     for one in (facts.status.get("failures") or ())[-ROWS:]:

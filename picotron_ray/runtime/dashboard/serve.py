@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @dataclass(slots=True)
-class Page:
+class ServedPage:
     """A page's server that listens.
 
     Fields:
@@ -75,7 +75,7 @@ class Page:
 
 
 def warnings(host: str) -> list[str]:
-    """What to say of an address that others reach."""
+    """Warn of an address that others reach."""
     if is_loopback(host):
         return []
     return [
@@ -84,7 +84,7 @@ def warnings(host: str) -> list[str]:
     ]
 
 
-def serve(word: str, page: Page, ready: Callable[[], None]) -> None:
+def serve(word: str, page: ServedPage, ready: Callable[[], None]) -> None:
     """Serve a run's page until a signal ends it.
 
     Raises:

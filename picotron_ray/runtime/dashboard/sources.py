@@ -1,4 +1,4 @@
-"""Where a page's facts come from: the coordinator of a run that goes on, else its storage alone."""
+"""Sources of a page's facts: the coordinator of a run that goes on, else its storage alone."""
 
 from __future__ import annotations
 

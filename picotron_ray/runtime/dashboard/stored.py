@@ -96,7 +96,7 @@ class StoredRun:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, a line each."""
+        """Lines on what could not be read."""
         return [*self.history.notes, *self._archive_notes]
 
     def _read_record(self) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from picotron_ray.cli import app
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.dashboard import serve
-from picotron_ray.runtime.dashboard.agent_figures import MOST_NODES, AgentFigures, read_metrics
+from picotron_ray.runtime.dashboard.agent_figures import MOST_NODES, NodeScrapes, read_metrics
 from tests.support.runs.page_facts import store_run
 
 runner = CliRunner()
@@ -57,7 +57,7 @@ def test_once_prints_the_page_and_ends(tmp_path: Path) -> None:
 
 
 def test_the_token_is_in_the_fragment_alone() -> None:
-    page = serve.Page("127.0.0.1", serve.bind("127.0.0.1", 0))
+    page = serve.ServedPage("127.0.0.1", serve.bind("127.0.0.1", 0))
     base, _, fragment = page.url.partition("#")
     page.listener.close()
     assert fragment == f"token={page.token}"
@@ -69,11 +69,11 @@ def test_an_open_address_is_warned_of_and_its_name_is_known() -> None:
     assert serve.warnings("127.0.0.1") == serve.warnings("::1") == []
     assert "without TLS" in serve.warnings("0.0.0.0")[0]
     with serve.bind("127.0.0.1", 0) as listener:
-        assert serve.Page("10.0.0.7", listener, ["Box"]).access().hosts == {"10.0.0.7", "box"}
+        assert serve.ServedPage("10.0.0.7", listener, ["Box"]).access().hosts == {"10.0.0.7", "box"}
 
 
 def test_few_nodes_are_asked_for_their_memory() -> None:
-    figures = AgentFigures(ask=lambda address: "")
+    figures = NodeScrapes(ask=lambda address: "")
     figures.of({f"n{at}": f"host:{at}" for at in range(4096)} | {"coordinator": "x"}, ["n4000"])
     assert len(figures._addresses) == MOST_NODES
     assert figures._addresses[0] == "host:4000"

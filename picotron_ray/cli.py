@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, run
+from picotron_ray.commands import config, run, story
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.dashboard import dashboard
@@ -42,6 +42,8 @@ app.command("logs")(logs)
 app.command("stop")(run.stop)
 app.command("dashboard")(dashboard)
 app.command("metrics")(metrics)
+app.command("report")(story.report)
+app.command("runs")(story.runs)
 app.command("checkpoint-now")(run.checkpoint_now)
 
 COMMANDS = "picotron_ray.commands"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.logs.query import Query, query_of
 from picotron_ray.runtime.driver.run_logs import log_lines
 
@@ -87,6 +87,9 @@ class LogTail:
                 self.count += 1
                 if self._closed or (not self._follow and self.count >= MOST_READ):
                     return
+        except ConfigError as error:
+            log.debug("log lines of %s: %s", self._word, error)
+            self.problem = "no lines of this run are known here"
         except PicotronError as error:
             self.problem = str(error)
         except Exception as error:

@@ -15,6 +15,7 @@ from picotron_ray.commands import config, run, story
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.dashboard import dashboard
+from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.logs import logs
 from picotron_ray.commands.metrics import metrics
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
 app.add_typer(benchmarks, name="bench")
+app.add_typer(debug, name="debug")
 app.command("train")(launch.train)
 app.command("doctor")(doctor)
 app.command("plan")(plan)

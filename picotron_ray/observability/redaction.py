@@ -8,7 +8,8 @@ none of these marks cannot be told from text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from picotron_ray.config.storage_urls import redact_words
 
@@ -23,8 +24,8 @@ _URL_NAME = re.compile(r"URL|URI|PROXY|ENDPOINT", re.IGNORECASE)
 _ASSIGNED = re.compile(
     r"""(?ix) (?P<name> [\w-]* (?: passw(?:or)?d | passphrase | secret | api[_-]?key | access[_-]?key
         | private[_-]?key | authorization | credential | (?<![a-z]) token (?!s|i[zs]|_?count|_?per) ) [\w-]* )
-    (?P<between> ["']? \s* [:=] \s* ["']? (?: (?:bearer|basic) \s+ )? )
-    (?! [\d.,+e-]+ (?:\s|$|["',;]) | (?:bearer|basic) \s ) (?P<value> [^\s"',;&)}\]]{6,} )"""
+    (?P<between> \\?["']? \s* [:=] \s* \\?["']? (?: (?:bearer|basic) \s+ )? )
+    (?! [\d.,+e-]+ (?:\s|$|["',;]) | (?:bearer|basic) \s ) (?P<value> [^\s"',;&)}\]\\]{6,} )"""
 )
 _FORMS = re.compile(
     r"""(?x) (?: A(?:KI|SI)A[0-9A-Z]{16} | gh[pousr]_\w{16,} | github_pat_\w{16,} | glpat-[\w-]{16,}
@@ -72,3 +73,34 @@ def _secrets(environment: Mapping[str, str]) -> list[str]:
         if is_secret_name(name):
             found.append(value.strip())
     return [value for value in found if len(value) >= LEAST_VALUE]
+
+
+def redact_values(value: Any, hide: Callable[[str], str] = str) -> Any:
+    """Plain data in which what is named like a secret is hidden, also in lists of ``name`` and ``value``.
+
+    Args:
+        hide: applied to all other texts.
+
+    >>> redact_values({"api_key": "x", "env": [{"name": "A_TOKEN", "value": "y"}], "steps": 3})
+    {'api_key': '***', 'env': [{'name': 'A_TOKEN', 'value': '***'}], 'steps': 3}
+    """
+    if isinstance(value, Mapping):
+        named = str(value.get("name", ""))
+        hidden = {"value"} if "value" in value and is_secret_name(named) else set()
+        return {
+            key: HIDDEN if _hides(str(key), item) or key in hidden else redact_values(item, hide)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact_values(item, hide) for item in value]
+    return hide(value) if isinstance(value, str) else value
+
+
+_SECRET_KEY = re.compile(
+    r"(?i)passw(or)?d|passphrase|secret|api_?key|access_?key|private_?key|authorization|credential|webhook"
+    r"|(^|_)token$"
+)
+
+
+def _hides(key: str, item: Any) -> bool:
+    return isinstance(item, str) and bool(item) and bool(_SECRET_KEY.search(key))

@@ -20,7 +20,7 @@ from typing import Any
 from picotron_ray.observability.logs.lines import Place, Stream, read_line
 from picotron_ray.observability.logs.store import MOST_BYTES, LogStore
 from picotron_ray.observability.redaction import Redactor
-from picotron_ray.runtime.log_sources import FOLDER, SUFFIX, Source, offsets_of, read_note
+from picotron_ray.runtime.log_sources import FOLDER, SUFFIX, LogSource, offsets_of, read_note
 from picotron_ray.runtime.ray_cluster.log_folders import learn, remove_old, sign
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class LogKeeper:
         self._run = run
         self._redact = redact or Redactor(os.environ)
         self.store = LogStore(folder, most_bytes)
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, LogSource] = {}
         self._told: dict[str, list[int]] = {}
         self._errors = 0
         self._sign_s = 0.0
@@ -114,7 +114,7 @@ class LogKeeper:
             if path.name not in self._sources and (found := read_note(path, self._told)) is not None:
                 self._sources[path.name] = found
 
-    def _read(self, source: Source) -> list[dict[str, Any]]:
+    def _read(self, source: LogSource) -> list[dict[str, Any]]:
         entries = []
         own = {"node": self._node, "worker": source.name, "pid": source.pid}
         for stream, file in source.files.items():

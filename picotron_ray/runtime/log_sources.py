@@ -87,7 +87,7 @@ class GrowingFile:
 
 
 @dataclass(slots=True)
-class Source:
+class LogSource:
     """One process. ``place``: where in training it was seen last."""
 
     name: str
@@ -106,7 +106,7 @@ class Source:
         return now_s - self.dead_since > DRAINED_S
 
 
-def read_note(path: Path, offsets: dict[str, list[int]]) -> Source | None:
+def read_note(path: Path, offsets: dict[str, list[int]]) -> LogSource | None:
     """Read what a process left; None where it is torn.
 
     Args:
@@ -121,13 +121,13 @@ def read_note(path: Path, offsets: dict[str, list[int]]) -> Source | None:
             for stream, file in value["paths"].items()
             if file
         }
-        return Source(str(value["name"]), int(value["pid"]), int(value["start_ticks"]), files, path)
+        return LogSource(str(value["name"]), int(value["pid"]), int(value["start_ticks"]), files, path)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def offsets_of(sources: Iterable[Source]) -> dict[str, list[int]]:
-    """How far sources were read, as `read_note` takes it."""
+def offsets_of(sources: Iterable[LogSource]) -> dict[str, list[int]]:
+    """Places up to which sources were read, as `read_note` takes it."""
     found = {}
     for source in sources:
         numbers = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.observability.logs.lines import Place
-from picotron_ray.observability.logs.pages import Cursor, Page, read_page
+from picotron_ray.observability.logs.pages import Cursor, LogPage, read_page
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime import process_log
 from picotron_ray.runtime.log_keeper import LogKeeper
@@ -45,7 +45,7 @@ class NodeLogs:
         self._keeper.begin()
         self.shipping.begin()
 
-    def read(self, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+    def read(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
         """Answer a query; what was written until now is there."""
         self._keeper.look()
         return read_page(self._folder, query, cursor, most_bytes)

@@ -32,7 +32,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class LogPage:
     """Answer to a query.
 
     Fields:
@@ -55,7 +55,7 @@ def read_page(
     cursor: Cursor = START,
     most_bytes: int = PAGE_BYTES,
     scan_bytes: int = SCAN_BYTES,
-) -> Page:
+) -> LogPage:
     """Read on from ``cursor`` in a node's files."""
     entries: list[dict[str, Any]] = []
     taken = scanned = 0
@@ -79,7 +79,7 @@ def read_page(
             break
     matching = query.matching(entries)
     kept = tuple(entry for entry, matches in zip(entries, matching, strict=True) if matches)
-    return Page(kept, at, more, int(read_known(folder).get("highest_rank", -1)))
+    return LogPage(kept, at, more, int(read_known(folder).get("highest_rank", -1)))
 
 
 def _files_from(folder: Path, cursor: Cursor) -> Iterator[tuple[int, int, Path]]:
@@ -117,11 +117,11 @@ def _wanted(line: bytes, query: Query, seen: int) -> dict[str, Any] | None:
     return entry if entry is not None and entry["seq"] > seen and query.passes(entry) else None
 
 
-def page_of(lines: Iterable[bytes], query: Query, after: int = 0) -> Page:
+def page_of(lines: Iterable[bytes], query: Query, after: int = 0) -> LogPage:
     """Answer a query from lines that are at hand, such as a tail from storage."""
     found = [entry for line in lines if (entry := decode(line)) is not None]
     wanted = [entry for entry in found if entry["seq"] > after and query.passes(entry)]
     kept = tuple(entry for entry, matches in zip(wanted, query.matching(wanted), strict=True) if matches)
     highest = max((entry["rank"] for entry in found if entry.get("rank") is not None), default=-1)
     newest = max((entry["seq"] for entry in found), default=after)
-    return Page(kept, Cursor(seq=newest), False, highest)
+    return LogPage(kept, Cursor(seq=newest), False, highest)

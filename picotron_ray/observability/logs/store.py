@@ -143,7 +143,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def read_known(folder: Path) -> dict[str, Any]:
-    """What a folder says of its lines; nothing where it says nothing."""
+    """Read what a folder says of its lines; nothing where it says nothing."""
     try:
         found = json.loads((folder / KNOWN).read_text())
     except (OSError, ValueError):

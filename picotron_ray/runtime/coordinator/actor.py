@@ -52,7 +52,7 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
-from picotron_ray.runtime.coordinator.log_service import LastLines, LogService
+from picotron_ray.runtime.coordinator.log_service import CoordinatorLogs, LastLines
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
@@ -73,7 +73,7 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator(LogService):
+class Coordinator(CoordinatorLogs):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
-from picotron_ray.observability.logs.pages import Cursor, Page
+from picotron_ray.observability.logs.pages import Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.log_shipping import dead_key, free_slots
@@ -31,14 +31,14 @@ MOST_AT_ONCE = 8
 Note = Callable[[str, str, str], None]
 
 
-class LogService:
+class CoordinatorLogs:
     """Part of a coordinator."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         self._logs = NodeLogs(job, ray.get_runtime_context().get_node_id(), COORDINATOR)
 
-    def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+    def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
         """Return lines of the coordinator that pass a query, from ``cursor`` on."""
         return self._logs.read(query, cursor, most_bytes)
 

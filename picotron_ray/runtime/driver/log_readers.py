@@ -17,7 +17,7 @@ from typing import Any
 
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.logs.lines import decode
-from picotron_ray.observability.logs.pages import Cursor, Page, page_of, read_page
+from picotron_ray.observability.logs.pages import Cursor, LogPage, page_of, read_page
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver import follow_run, launch_mark, stored_run
 from picotron_ray.runtime.driver.control import refuse_no_name
@@ -27,7 +27,7 @@ from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR, known_node
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
 
 log = logging.getLogger(__name__)
-Read = Callable[[Query, Cursor, int], Page]
+Read = Callable[[Query, Cursor, int], LogPage]
 ANSWER_S = 15.0
 LOOK_AGAIN_S = 5.0
 """Time for which the list of a cluster's agents serves."""
@@ -168,24 +168,24 @@ def _handle(ray: Any, name: str) -> Any:
         return None  # it has just ended
 
 
-def _asked(handle: Any, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+def _asked(handle: Any, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
     import ray
 
-    page: Page = ray.get(handle.read_logs.remote(query, cursor, most_bytes), timeout=ANSWER_S)
+    page: LogPage = ray.get(handle.read_logs.remote(query, cursor, most_bytes), timeout=ANSWER_S)
     return page
 
 
-def _page_of(lines: list[bytes], query: Query, cursor: Cursor, most_bytes: int) -> Page:
+def _page_of(lines: list[bytes], query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
     return page_of(lines, query, cursor.seq)
 
 
-def _read_there(machine: str, run: str, name: str, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+def _read_there(machine: str, run: str, name: str, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
     import ray
 
     from picotron_ray.runtime.ray_cluster.placement import on_node
 
     task: Any = ray.remote(read_here).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(machine))
-    page: Page = ray.get(task.remote(run, name, query, cursor, most_bytes), timeout=4 * ANSWER_S)
+    page: LogPage = ray.get(task.remote(run, name, query, cursor, most_bytes), timeout=4 * ANSWER_S)
     return page
 
 
@@ -194,6 +194,6 @@ def folders_here(run: str) -> list[str]:
     return list(known_nodes(run))
 
 
-def read_here(run: str, name: str, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+def read_here(run: str, name: str, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
     """Read a page on this machine."""
     return read_page(known_nodes(run).get(name, Path("/nonexistent")), query, cursor, most_bytes)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.observability.logs.pages import PAGE_BYTES, START, Cursor, Page
+from picotron_ray.observability.logs.pages import PAGE_BYTES, START, Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver.log_readers import LogReaders, Read
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
@@ -42,7 +42,7 @@ def log_lines(
     Raises:
         ConfigError: there is no such run, node or rank.
     """
-    reader = _Reader(LogReaders(run), query, say or _to_stderr)
+    reader = _LinesReader(LogReaders(run), query, say or _to_stderr)
     yield from reader.all()
     while follow and not once and reader.goes_on():
         time.sleep(POLL_S)
@@ -55,7 +55,7 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _Reader:
+class _LinesReader:
     """Reader of all sources of a run, each from where it was read up to."""
 
     def __init__(self, sources: LogReaders, query: Query, say: Say) -> None:
@@ -101,13 +101,13 @@ class _Reader:
             raise ConfigError(f"--node: saw {node!r}, expected the begin of one of these: {known}")
         return wanted
 
-    def _pages(self, wanted: Mapping[str, Read]) -> dict[str, Page]:
+    def _pages(self, wanted: Mapping[str, Read]) -> dict[str, LogPage]:
         """First pages of all nodes, asked at once; those that do not answer are told of."""
         self._page_bytes = max(LEAST_PAGE, min(PAGE_BYTES, HELD_BYTES // max(1, len(wanted))))
         answers = self._threads.map(lambda each: self._ask(*each), wanted.items())
         return {node: page for node, page in zip(wanted, answers, strict=True) if page is not None}
 
-    def _ask(self, node: str, read: Read) -> Page | None:
+    def _ask(self, node: str, read: Read) -> LogPage | None:
         try:
             page = read(self._query, self._cursors.get(node, START), self._page_bytes)
         except Exception as error:  # noqa: BLE001 - of one node of many: the others' lines are shown
@@ -121,9 +121,9 @@ class _Reader:
         self._highest[node] = max(self._highest.get(node, -1), page.highest_rank)
         return page
 
-    def _rest(self, node: str, read: Read, page: Page) -> Iterator[dict[str, Any]]:
+    def _rest(self, node: str, read: Read, page: LogPage) -> Iterator[dict[str, Any]]:
         """Lines of a node's first page, and of those that follow, which are asked for when they are due."""
-        found: Page | None = page
+        found: LogPage | None = page
         for number in itertools.count():
             if found is None:
                 return

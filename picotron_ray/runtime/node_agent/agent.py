@@ -40,7 +40,7 @@ from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
 from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
-from picotron_ray.runtime.node_agent.log_service import LogService
+from picotron_ray.runtime.node_agent.log_service import AgentLogs
 from picotron_ray.runtime.node_agent.machine import machine_of
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.08
 
 
-class Agent(LogService):
+class Agent(AgentLogs):
     """Ray actor. Several methods run at a time."""
 
     def __init__(self, job: dict[str, Any], node: str, host: str) -> None:

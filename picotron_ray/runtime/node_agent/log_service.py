@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.observability.logs.lines import Place
-from picotron_ray.observability.logs.pages import Cursor, Page
+from picotron_ray.observability.logs.pages import Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_logs import NodeLogs
@@ -14,13 +14,13 @@ from picotron_ray.runtime.node_logs import NodeLogs
 AGENT = "agent"
 
 
-class LogService:
+class AgentLogs:
     """Part of an agent; any term may ask, as nothing of the run changes."""
 
     def __init__(self, job: JobConfig, node: str, pages: Callable[[], Sequence[PageView]]) -> None:
         self._logs = NodeLogs(job, node, AGENT, lambda: places_of(pages()))
 
-    def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> Page:
+    def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
         """Return lines of this node that pass a query, from ``cursor`` on."""
         return self._logs.read(query, cursor, most_bytes)
 
@@ -30,5 +30,5 @@ class LogService:
 
 
 def places_of(pages: Sequence[PageView]) -> dict[int, Place]:
-    """Where in training the workers of a node are, by pid; those that were in no generation are left out."""
+    """Places in training of a node's workers, by pid; those that were in no generation are left out."""
     return {page.pid: Place(f"{page.term}.{page.n}", page.rank, page.step) for page in pages if page.term}

@@ -1,4 +1,4 @@
-"""Machine of a node: its GPUs and its host, as metrics have them and as telemetry does."""
+"""NodeMachine of a node: its GPUs and its host, as metrics have them and as telemetry does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.ray_cluster.names import event_folder
 
 
-class Machine:
+class NodeMachine:
     """One node's machine. Scrapes and telemetry each have their own reader of shares of time."""
 
     def __init__(self, gpus: Gpus, folders: Mapping[str, Path]) -> None:
@@ -34,7 +34,7 @@ class Machine:
         return self._gpus.utilizations()
 
 
-def machine_of(job: JobConfig, folder: Path, gpus: Gpus) -> Machine:
+def machine_of(job: JobConfig, folder: Path, gpus: Gpus) -> NodeMachine:
     """Return the machine of a node, with the disks that the run needs there.
 
     Args:
@@ -43,4 +43,4 @@ def machine_of(job: JobConfig, folder: Path, gpus: Gpus) -> Machine:
     folders = {"snapshots": folder, "state": event_folder(job.name).parents[1]}
     if "://" not in job.storage.url:
         folders["storage"] = Path(job.storage.url)
-    return Machine(gpus, folders)
+    return NodeMachine(gpus, folders)

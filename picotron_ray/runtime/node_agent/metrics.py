@@ -19,7 +19,7 @@ from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
 from picotron_ray.observability.logs.store import LogStore
 from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
-from picotron_ray.runtime.node_agent.machine import Machine
+from picotron_ray.runtime.node_agent.machine import NodeMachine
 from picotron_ray.runtime.telemetry_page import SUFFIX as TELEMETRY
 from picotron_ray.runtime.telemetry_page import MemoryFigures, read_rows
 from picotron_ray.runtime.telemetry_window import WorkerFigures, figures_of
@@ -52,7 +52,7 @@ class AgentFigures:
         folder: Path,
         living: Callable[[], list[PageView]],
         shards: ShardServer,
-        machine: Machine,
+        machine: NodeMachine,
         logs: LogStore,
     ) -> None:
         """``living``: the pages of the node's living workers, as of now."""

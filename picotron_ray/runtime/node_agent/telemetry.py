@@ -20,8 +20,8 @@ from picotron_ray.runtime.telemetry_window import KEY, WorkerFigures, figures_of
 log = logging.getLogger(__name__)
 
 
-class Measured(Protocol):
-    """What is measured of a machine."""
+class MachineReader(Protocol):
+    """Reader of a node's machine."""
 
     def utilizations(self) -> Mapping[str, float]:
         """Share of its time in which each GPU computes, by UUID."""
@@ -35,7 +35,7 @@ class Measured(Protocol):
 class Telemetry:
     """Reader of the pages of one node; for one thread."""
 
-    def __init__(self, folder: Path, interval_s: float | None, machine: Measured) -> None:
+    def __init__(self, folder: Path, interval_s: float | None, machine: MachineReader) -> None:
         """``interval_s``: None: nothing is measured."""
         self._folder, self._interval_s, self._machine = folder, interval_s, machine
         self._next_s = math.inf if interval_s is None else -math.inf

@@ -214,7 +214,7 @@ class Worker:
 
 
 def place_of(page: Page) -> Place:
-    """Where in training a worker is."""
+    """Place in training of a worker."""
     term, n, rank, step = (int(page.value(name)) for name in ("term", "n", "rank", "step"))
     return Place(f"{term}.{n}", rank, step) if term else NOWHERE
 

@@ -18,9 +18,9 @@ from picotron_ray.observability.metric import Metric, bucket_of, series_of
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "dashboards"
 UNITS = {
-    "1", "adaptations", "bytes", "celsius", "commits", "errors", "events", "failures", "generations", "hertz",
-    "lines", "nats", "operations", "ratio", "seconds", "snapshots", "steps", "tokens", "tokens_per_second",
-    "watts", "workers",
+    "1", "adaptations", "bytes", "bytes_per_second", "celsius", "commits", "errors", "events", "failures",
+    "generations", "hertz", "lines", "nats", "operations", "ratio", "seconds", "snapshots", "steps", "tokens",
+    "tokens_per_second", "watts", "workers",
 }  # fmt: skip
 TABLES = {
     "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE"),

@@ -38,7 +38,7 @@ from picotron_ray.planner.model_sizes import flops_per_token
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
-from picotron_ray.runtime.node_agent.machine import Machine
+from picotron_ray.runtime.node_agent.machine import NodeMachine
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
 from picotron_ray.runtime.telemetry_page import MemoryFigures, StepRow, TelemetryPage
 from picotron_ray.runtime.telemetry_window import WARM_UP, Window
@@ -105,13 +105,14 @@ TELEMETRY: dict[str, Any] = {
     "utilization": 0.5,
     "waits_seen": True,
     "slow_ranks": [{"rank": 3, "ratio": 1.5}],
+    "links": {"dp": {"latency_s": 1e-4, "bandwidth_bytes_per_s": 2e9, "efficiency_ratio": 0.5}},
 }
 
 
 def agent_figures(folder: Path) -> AgentFigures:
     """Figures of a node with a host that is this one, and no GPU."""
     logs: Any = SimpleNamespace(lines=12, lost=3)
-    machine = Machine(Gpus(), {"state": folder})
+    machine = NodeMachine(Gpus(), {"state": folder})
     time.sleep(0.1)  # the shares of the host's time are since its reader was made
     return AgentFigures(folder, lambda: living(folder), SERVICE, machine, logs)
 
@@ -171,6 +172,9 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
         "picotron_training_straggler_ratio": 1.5,
         "picotron_training_sent_bytes dp": 64.0,
         "picotron_training_phase_seconds backward mean": 0.6,
+        "picotron_training_link_latency_seconds dp": 1e-4,
+        "picotron_training_link_bandwidth_bytes_per_second dp": 2e9,
+        "picotron_training_link_efficiency_ratio dp": 0.5,
         "picotron_training_lost_seconds recompute": 0.25,
         "picotron_training_lost_seconds checkpoint": 0.0,
         "picotron_checkpoint_durability_lag_steps": 0.0,

@@ -37,7 +37,7 @@ def line(
     return {**found, "level": level, "node": "n1", "worker": "w0", "pid": 7, **more, "text": words}
 
 
-def texts(page: pages.Page) -> list[str]:
+def texts(page: pages.LogPage) -> list[str]:
     return [entry["text"] for entry in page.entries]
 
 

@@ -14,7 +14,7 @@ import zstandard
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.observability.logs.lines import encode, time_text
-from picotron_ray.observability.logs.pages import START, Cursor, Page
+from picotron_ray.observability.logs.pages import START, Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.observability.logs.store import LogStore
 from picotron_ray.runtime.driver import log_readers, run_logs, stored_run
@@ -79,7 +79,7 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_shown(monkeypatch: 
     write(NODES[0], entry(NODES[0], "here", 1.0))
     real = log_readers.LogReaders.find
 
-    def silent(query: Query, cursor: Cursor, most_bytes: int) -> Page:
+    def silent(query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
         raise TimeoutError("no answer in 15 s")
 
     monkeypatch.setattr(log_readers.LogReaders, "find", lambda self: {**real(self), "b" * 16: silent})
@@ -131,7 +131,7 @@ def test_storage_that_does_not_answer_hides_no_line_that_is_here(monkeypatch: py
         raise StorageError("away")
 
     monkeypatch.setattr(stored_run, "of_name", away)
-    assert set(readers._of_storage({"a" * 16: lambda *_: Page((), START, False)})) == set()
+    assert set(readers._of_storage({"a" * 16: lambda *_: LogPage((), START, False)})) == set()
     readers._stored = None
     with pytest.raises(ConfigError, match="the storage of 'night' does not tell: away"):
         readers._of_storage({})

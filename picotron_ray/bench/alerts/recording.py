@@ -1,8 +1,8 @@
 """Recordings of clean runs: windows of telemetry of real runs of two workers in which nothing was planted.
 
-A window here is `STEPS` consecutive steps of all ranks, without overlap. Its figures are made by the code that
-makes those of a live round; loss and gradient norm are the last step's, by the run's own ledger. A live window
-is of up to 100 steps, so that these are noisier, and rules find more in them.
+A window here is `STEPS` consecutive steps of all ranks, without overlap. Its figures are made by the code
+that makes those of a live round; loss and gradient norm are the last step's, by the run's own ledger. A live
+window is of up to 100 steps, so that these are noisier, and rules find more in them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Recorder:
         self._close(more)
 
     def _close(self, more: dict[str, float]) -> None:
-        """Make windows of what is complete; steps that were overwritten before they were read are left out."""
+        """Make windows of what is complete; steps that were written over unread are left out."""
         whole = sorted(step for step, by in self._rows.items() if len(by) == self._layout.world_size)
         while len(whole) >= STEPS:
             steps = whole[:STEPS]

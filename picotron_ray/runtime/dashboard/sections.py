@@ -30,7 +30,7 @@ ROWS = 64
 FIGURES = ("loss", "eval_loss", "tokens_per_s", "mfu_ratio", "goodput_ratio", "grad_norm")
 MARKED = {"recovery": "recovery", "failure": "failure", "generation": "generation", "rewind": "rewind"}
 HEAD = (
-    *("run", "state", "done", "detail", "exit_code", "term", "generation", "layout", "precision", "step"),
+    *("run", "state", "done", "detail", "term", "generation", "layout", "precision", "step"),
     *("steps", "loss", "eval_loss", "baseline_loss", "tokens_per_s", "committed", "stopping", "uncommitted"),
     "began_s",
 )

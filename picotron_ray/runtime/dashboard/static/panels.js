@@ -2,7 +2,7 @@
 import { at, put, h, cells, number, percent, bytes, seconds, clock, colour, swatch, parts, DASH } from "./dom.js";
 import { Chart, CHARTS, timeline, lasted, began } from "./charts.js";
 
-const GOOD = ["running", "finished"], BAD = ["failed", "storage", "fenced", "cut-off"];
+const GOOD = ["running", "finished", "paused"], BAD = ["failed", "storage", "fenced", "cut-off"];
 const charts = {};
 let marks = [], generations = [];
 

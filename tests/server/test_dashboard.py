@@ -31,7 +31,7 @@ FILLED = {
     "#chart-loss .failure": 1,
     "#chart-tokens_per_s path.curve": 1,
     "#chart-goodput_ratio path.curve": 1,
-    "#chart-mfu_ratio": 1,
+    "#chart-mfu_ratio path.curve": 1,
     "#timeline rect": 2,
     "#generation-rows tr": 2,
     "#commit-rows tr": 2,
@@ -174,7 +174,7 @@ def run(tmp_path: Path) -> Iterator[str]:
     name = "page-run"
     words = [
         f"name={name}", "steps=1000000", f"storage.url={tmp_path / 'store'}", "telemetry.interval_s=1",
-        "checkpoint.interval_steps=200", "evaluate.interval_steps=200",
+        "telemetry.peak_tflops=0.1",        "checkpoint.interval_steps=200", "evaluate.interval_steps=200",
         "chaos=[{fault: kill, target: 'worker:1', step: 300, phase: forward}]",
     ]  # fmt: skip
     command(sys.executable, "-m", "picotron_ray.launch", "tiny", *words, "--detach")

@@ -27,6 +27,7 @@ export function curves(d) {
   marks = d.marks;
   for (const [name, [title, form, empty]] of Object.entries(CHARTS)) {
     if (!charts[name]) { charts[name] = new Chart(title, form, empty); charts[name].element.id = `chart-${name}`; at("curves").append(charts[name].element); }
+    if (name === "mfu_ratio" && d.peak) charts[name].caption(`${title}, of ${d.peak}`);
     charts[name].show(d.figures[name] ?? [], d.marks, name === "loss" ? d.figures.eval_loss : []);
   }
   drawTimeline();

@@ -33,7 +33,7 @@ OF_GPU = {
 
 
 def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
-    """Return ``workers`` by name and ``gpus`` that endpoints told of, and MFU with its peak where one told it.
+    """Return ``workers`` by name and ``gpus`` that endpoints told, and MFU with its peak where one did.
 
     Raises:
         ValueError: an answer is none of an endpoint.

@@ -72,7 +72,7 @@ def _numbers(layout: str) -> dict[str, Any]:
 
 
 def stated_peak(config: Mapping[str, Any], workers: int) -> tuple[float, str] | None:
-    """MFU of one token a second on so many workers, and the peak that it refers to, where a config names it."""
+    """MFU of one token a second on so many workers, and its peak, where the config names one."""
     return _stated(json.dumps(config), workers)
 
 

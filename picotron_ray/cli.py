@@ -12,6 +12,7 @@ import typer
 
 from picotron_ray import launch
 from picotron_ray.commands import config, run, story
+from picotron_ray.commands.alerts import alerts
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.dashboard import dashboard
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
+app.add_typer(alerts, name="alerts")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(debug, name="debug")
 app.command("train")(launch.train)

@@ -11,13 +11,15 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, metrics, run
+from picotron_ray.commands import config, run, story
 from picotron_ray.commands.alerts import alerts
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
+from picotron_ray.commands.dashboard import dashboard
 from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.logs import logs
+from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
 
@@ -42,7 +44,10 @@ app.command("config-schema")(config.config_schema)
 app.command("status")(run.status)
 app.command("logs")(logs)
 app.command("stop")(run.stop)
-app.command("dashboard")(metrics.dashboard)
+app.command("dashboard")(dashboard)
+app.command("metrics")(metrics)
+app.command("report")(story.report)
+app.command("runs")(story.runs)
 app.command("checkpoint-now")(run.checkpoint_now)
 
 COMMANDS = "picotron_ray.commands"

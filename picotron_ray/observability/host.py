@@ -27,6 +27,7 @@ class Host:
         self._folders, self._memory_bytes = dict(folders), memory_bytes
         self._lock = threading.Lock()
         self._cpu = psutil.cpu_times()
+        self._share: float | None = None
 
     def samples(self) -> Iterator[Sample]:
         """Measure the host."""
@@ -57,15 +58,19 @@ class Host:
         return found
 
     def _cpu_ratio(self) -> float | None:
-        """Share of all cores' time in which they were not idle, since the last call; None: too short ago."""
+        """Share of all cores' time in which they were not idle, since the last call.
+
+        Of calls that follow one another too soon, that of the one before; None: there was none.
+        """
         with self._lock:
             before, now = self._cpu, psutil.cpu_times()
             total = sum(now[:8]) - sum(before[:8])  # those after it are contained in these
             if total < 0.05:
-                return None
+                return self._share
             self._cpu = now
             idle = now.idle - before.idle + getattr(now, "iowait", 0.0) - getattr(before, "iowait", 0.0)
-        return min(1.0, max(0.0, 1.0 - idle / total))
+            self._share = min(1.0, max(0.0, 1.0 - idle / total))
+            return self._share
 
     def _memory(self) -> tuple[int, int]:
         """(bytes in use, bytes that there are); of a container that has less, its share."""

@@ -85,6 +85,11 @@ def round_figures(told: Mapping[str, Any], slowest: Sequence[SlowRank]) -> dict[
         "utilization_ratio": told["utilization"] or None,
         "straggler_ratio": slowest[0].ratio if slowest else None,
         **told.get("health", {}),
+        **{f"latency_s.{axis}": link["latency_s"] for axis, link in told.get("links", {}).items()},
+        **{
+            f"bandwidth_bytes_per_s.{axis}": link["bandwidth_bytes_per_s"]
+            for axis, link in told.get("links", {}).items()
+        },
     }
     return known(found)
 

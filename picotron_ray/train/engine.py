@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -176,6 +177,10 @@ class Engine:
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
         return float(total) if self._owns_loss else 0.0
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Return a group of the mesh by name (`Mesh.group`)."""
+        return self._mesh.group(name)
 
     def reduce(self, on_phase: OnPhase = silent) -> None:
         """Sum the gradients over all ranks, and the load of experts over replicas."""

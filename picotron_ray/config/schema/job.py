@@ -10,6 +10,7 @@ from pydantic import Field
 from picotron_ray.config.schema.adapt import AdaptConfig
 from picotron_ray.config.schema.alerts import AlertsConfig
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
 from picotron_ray.config.schema.data import DataConfig
@@ -17,7 +18,6 @@ from picotron_ray.config.schema.memory import MemoryConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.config.schema.service import (
-    ChaosFault,
     CheckpointConfig,
     ClusterConfig,
     ElasticConfig,

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 
 from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.chaos import FAULT_STRENGTHS, FAULT_TARGETS, ChaosFault, FaultTarget
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import FAULT_STRENGTHS, FAULT_TARGETS, PHASES, ChaosFault, FaultTarget
+from picotron_ray.config.schema.service import PHASES
 from picotron_ray.config.storage_urls import server_problems, url_problems
 
 LABEL_KEY = re.compile(

@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
-from picotron_ray.config.schema.service import FaultTarget
+from picotron_ray.config.schema.chaos import FaultTarget
 
 FAULTS: dict[str, ProcessFault | LastingFault | NodeFault] = {}
 """One instance of each fault, by its name in the config (``chaos.<i>.fault``)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from picotron_ray.checkpoint.storage.base import Storage
-from picotron_ray.config.schema.service import ChaosFault
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.chaos.faults import FAULTS, LastingFault, ProcessFault
 

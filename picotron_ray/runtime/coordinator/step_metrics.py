@@ -10,6 +10,13 @@ from picotron_ray.observability.exporter import Sample
 from picotron_ray.planner.peaks import mfu_ratio, peak_of_worker
 from picotron_ray.runtime.coordinator.records import MetricFacts
 
+LINKS = {
+    "latency_seconds": "latency_s",
+    "bandwidth_bytes_per_second": "bandwidth_bytes_per_s",
+    "efficiency_ratio": "efficiency_ratio",
+}
+"""Figures of a link by the end of their metric's name."""
+
 
 def step_samples(
     job: JobConfig, status: dict[str, Any], measured: MetricFacts, devices: set[str]
@@ -54,6 +61,9 @@ def _telemetry(told: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("picotron_training_straggler_ratio", told["slow_ranks"][0]["ratio"])
     for axis, nbytes in told["sent_bytes"].items():
         yield Sample("picotron_training_sent_bytes", nbytes, {"axis": axis})
+    for axis, link in told.get("links", {}).items():
+        for name, figure in LINKS.items():
+            yield Sample(f"picotron_training_link_{name}", link[figure], {"axis": axis})
 
 
 def lost_seconds(failures: list[dict[str, Any]], measured: MetricFacts) -> dict[str, float]:

@@ -36,6 +36,7 @@ from picotron_ray.observability.windows import (
 )
 from picotron_ray.runtime.coordinator.alert_service import AlertService
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
+from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
@@ -88,6 +89,7 @@ class Round:
         self._worst, self._least_free = MemoryFigures(), 0
         self.table = RankTable(layout.world_size)
         self._health: dict[str, float] = {}
+        self.links = RoundLinks()
 
     @property
     def complete(self) -> bool:
@@ -122,6 +124,7 @@ class Round:
         self._remember(one.memory)
         self._fill(one)
         join_health(self._health, one.health)
+        self.links.add(one.links)
 
     def _fill(self, one: WorkerFigures) -> None:
         means, memory = (window.mean for window in one.series), one.memory
@@ -222,6 +225,7 @@ class RunTelemetry:
         self.newest: tuple[RankTable, str] | None = None
         """Ranks of the newest round, and its generation."""
         self._archive: ArchiveKeeper | None = None
+        self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
         self.alerts: AlertService | None = None
         record.windows = self._windows
 
@@ -313,7 +317,8 @@ class RunTelemetry:
                 return ()
             self._round = None
         figures = held.figures()
-        told = self._record.telemetry = held.status(figures)
+        told = {**held.status(figures), "links": held.links.told(self._best)}
+        self._record.telemetry = told
         self._tell(held, told)
         return (Measured(held.id, figures),)
 

@@ -105,6 +105,7 @@ TELEMETRY: dict[str, Any] = {
     "utilization": 0.5,
     "waits_seen": True,
     "slow_ranks": [{"rank": 3, "ratio": 1.5}],
+    "links": {"dp": {"latency_s": 1e-4, "bandwidth_bytes_per_s": 2e9, "efficiency_ratio": 0.5}},
 }
 
 
@@ -171,6 +172,9 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
         "picotron_training_straggler_ratio": 1.5,
         "picotron_training_sent_bytes dp": 64.0,
         "picotron_training_phase_seconds backward mean": 0.6,
+        "picotron_training_link_latency_seconds dp": 1e-4,
+        "picotron_training_link_bandwidth_bytes_per_second dp": 2e9,
+        "picotron_training_link_efficiency_ratio dp": 0.5,
         "picotron_training_lost_seconds recompute": 0.25,
         "picotron_training_lost_seconds checkpoint": 0.0,
         "picotron_checkpoint_durability_lag_steps": 0.0,

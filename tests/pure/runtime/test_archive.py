@@ -49,7 +49,7 @@ def check_bounds(storage: MemoryStorage, days: float) -> None:
 
 @pytest.mark.parametrize(
     ("window_s", "commit_s", "ranks", "events"),
-    [(60.0, 300.0, 1024, 1), pytest.param(5.0, 60.0, 16_384, 100, marks=pytest.mark.deep)],
+    [(60.0, 300.0, 1024, 1), pytest.param(10.0, 60.0, 16_384, 20, marks=pytest.mark.deep)],
 )
 def test_a_day_brings_at_most_10_mib(window_s: float, commit_s: float, ranks: int, events: int) -> None:
     storage = MemoryStorage()

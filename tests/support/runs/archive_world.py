@@ -10,9 +10,9 @@ import numpy as np
 
 from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.errors import NotFoundError, StorageError
-from picotron_ray.observability.archive import Segment
+from picotron_ray.observability.archive import WINDOWS, Segment
 from picotron_ray.observability.rank_table import RankTable
-from picotron_ray.observability.windows import TelemetryWindow
+from picotron_ray.observability.windows import TelemetryWindow, thinned
 from picotron_ray.runtime.run_storage.telemetry_archive import ArchiveWriter
 
 DAY_S = 86_400.0
@@ -122,6 +122,7 @@ def live(
             seq += events
             if writer.put(Segment(tuple(waiting), told), storage.now_s):
                 waiting, told = [], ()
+            waiting = thinned(waiting, WINDOWS) if len(waiting) > 2 * WINDOWS else waiting
             writer.put_ranks(telemetry.table, "1.1", storage.now_s)
     writer.put(Segment(tuple(waiting), told), storage.now_s, last=True)
     return made

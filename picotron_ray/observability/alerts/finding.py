@@ -32,7 +32,7 @@ class Sign:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AlertFinding:
     """A rule that fires, or one that fired and holds no longer.
 
     Fields:

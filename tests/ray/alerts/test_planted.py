@@ -32,7 +32,7 @@ LASTING: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("data-stall", "slow-data", {"row_s": 0.02}, {"row_s": 0.0}),
 )
 """Rule, fault of both workers, how much, and what ends it."""
-FIRST, LASTS, APART = 500, 250, 250
+FIRST, LASTS, APART = 450, 200, 200
 """Steps: before the first fault, for which one lasts, and from its end to the next."""
 
 

@@ -26,6 +26,8 @@ USUAL_WRONG = {
     "device-memory": ("50", "95"),
     "disk": ("0.5", "0.95"),
     "fragmentation": ("0.1", "0.8"),
+    "bandwidth": ("1000", "400"),
+    "latency": ("0.001", "0.01"),
     "utilization": ("0.9", "0.2"),
     "throttling": ("0", "1"),
     "durability-lag": ("10", "60"),

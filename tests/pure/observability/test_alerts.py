@@ -47,7 +47,16 @@ USUAL = {
     "failures_total": 0.0,
     "bad_steps_total": 0.0,
 }
-NOISY = ("loss", "grad_norm", "tokens_per_s", "step_s", "bandwidth_bytes_per_s.dp", "latency_s.dp")
+NOISY = (
+    "loss",
+    "grad_norm",
+    "tokens_per_s",
+    "step_s",
+    "bandwidth_bytes_per_s.dp",
+    "latency_s.dp",
+    "data_s",
+    "straggler_ratio",
+)
 
 
 class Run:
@@ -245,7 +254,7 @@ def test_detectors_without_causes_find_what_is_unusual(detector: str) -> None:
     run = Run(detectors=[detector])
     quiet = [each for _ in range(FIT + 40) for each in run.window()]
     assert quiet == []
-    windows, found = run.until("unusual", step_s=0.4, data_s=0.3, grad_norm=30.0)
+    windows, found = run.until("unusual", step_s=0.4, data_s=0.3, grad_norm=30.0, straggler_ratio=1.9)
     assert (windows, found.severity) == (3, "info")
     assert found.evidence
 

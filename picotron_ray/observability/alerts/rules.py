@@ -33,7 +33,7 @@ class Rule:
         figure: that it looks at; one that ends in ``.*`` stands for one of each axis.
         windows: in a row that must show it, and as many without it that end it.
         remesh: whether a re-mesh changes what is ordinary, so that baselines and counts begin anew.
-        beside: a second figure that must be above its own baseline by half, and above `BESIDE` as a share.
+        beside: a second figure that must be twice its own baseline, and above `BESIDE` as a share.
         gpu: only where GPUs compute.
         from_zero: whether a counter's first value counts as growth.
     """
@@ -52,7 +52,7 @@ class Rule:
     from_zero: bool = False
 
 
-BESIDE = 0.05
+BESIDE = 0.1
 
 TABLE: tuple[Rule, ...] = (
     Rule(

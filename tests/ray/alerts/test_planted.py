@@ -116,7 +116,10 @@ def test_a_nan_is_critical_and_the_run_goes_back_and_recovers(tmp_path: Path) ->
 @pytest.mark.deep
 def test_failures_that_follow_each_other_and_commits_that_fall_behind(tmp_path: Path) -> None:
     kills = [{"fault": "kill", "target": "worker:1", "step": step} for step in (100, 160, 220)]
-    job = planted_job("failing", tmp_path, kills, checkpoint={"interval_steps": 20})
+    job = planted_job(
+        "failing", tmp_path, kills, checkpoint={"interval_steps": 20},
+        cluster={"min_workers": 2, "max_workers": 2},  # who is lost is waited for
+    )  # fmt: skip
     watched = start(job)
     watched.until(lambda s: len(s["failures"]) == 3)
     struck_s = struck_at(job, 4)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from picotron_ray.config.schema.alerts import AlertAct
 from picotron_ray.observability.alerts.detectors import WindowDetector
-from picotron_ray.observability.alerts.finding import Finding, Sign
+from picotron_ray.observability.alerts.finding import AlertFinding, Sign
 from picotron_ray.observability.alerts.rules import Rule, derived
 from picotron_ray.observability.windows import TelemetryWindow
 
@@ -53,7 +53,7 @@ class _Track:
     shown: int = 0
     clear: int = 0
     since_s: float = 0.0
-    firing: Finding | None = None
+    firing: AlertFinding | None = None
     told: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
 
 
@@ -79,12 +79,12 @@ class AlertBook:
         self.silences = list(silences)
         self._tracks: dict[tuple[str, str], _Track] = {}
         self._generation = ""
-        self.past: deque[Finding] = deque(maxlen=MOST_KEPT)
+        self.past: deque[AlertFinding] = deque(maxlen=MOST_KEPT)
         self.windows = self.untold = 0
 
     @property
-    def firing(self) -> list[Finding]:
-        """What is wrong now."""
+    def firing(self) -> list[AlertFinding]:
+        """Findings that hold now."""
         return [track.firing for track in self._tracks.values() if track.firing is not None]
 
     def silence(self, new: Silence, now_s: float) -> None:
@@ -92,7 +92,7 @@ class AlertBook:
         held = [each for each in self.silences if each.until_s is None or each.until_s > now_s]
         self.silences = [*held[1 - MOST_SILENCES :], new]
 
-    def observe(self, window: TelemetryWindow, node_of: Place = lambda rank: "") -> list[Finding]:
+    def observe(self, window: TelemetryWindow, node_of: Place = lambda rank: "") -> list[AlertFinding]:
         """Judge a window; returns what is to be told, what is over first."""
         over = self._enter(window)
         figures = derived(window.figures, self._checkpoint_steps)
@@ -108,7 +108,7 @@ class AlertBook:
         ]
         return [each for each in (*over, *fired) if each is not None]
 
-    def _enter(self, window: TelemetryWindow) -> list[Finding | None]:
+    def _enter(self, window: TelemetryWindow) -> list[AlertFinding | None]:
         """Begin anew what another generation changes: its findings end with the one before."""
         if window.generation == self._generation:
             return []
@@ -123,7 +123,7 @@ class AlertBook:
                 over.append(self._end(track, window.at_s))
         return over
 
-    def _shown(self, sign: Sign, window: TelemetryWindow, node_of: Place) -> Finding | None:
+    def _shown(self, sign: Sign, window: TelemetryWindow, node_of: Place) -> AlertFinding | None:
         rule = self.rules[sign.rule]
         track = self._tracks.setdefault((sign.rule, sign.key), _Track())
         track.clear = 0
@@ -141,13 +141,13 @@ class AlertBook:
         track.told.append(window.at_s)
         return track.firing
 
-    def _cleared(self, place: tuple[str, str], track: _Track, at_s: float) -> Finding | None:
+    def _cleared(self, place: tuple[str, str], track: _Track, at_s: float) -> AlertFinding | None:
         track.shown = 0
         track.clear += 1
         rule = self.rules[place[0]]
         return self._end(track, at_s) if track.clear >= rule.windows else None
 
-    def _end(self, track: _Track, at_s: float) -> Finding | None:
+    def _end(self, track: _Track, at_s: float) -> AlertFinding | None:
         fired, track.firing, track.shown = track.firing, None, 0
         if fired is None:
             return None
@@ -157,7 +157,7 @@ class AlertBook:
 
     def _finding(
         self, rule: Rule, sign: Sign, since_s: float, window: TelemetryWindow, node_of: Place
-    ) -> Finding:
+    ) -> AlertFinding:
         slow = window.slowest[0] if window.slowest and rule.figure == "straggler_ratio" else None
         rank = slow.rank if slow is not None else sign.rank
         node = node_of(rank) if rank is not None else ""
@@ -168,7 +168,7 @@ class AlertBook:
         if slow is not None and slow.phase:
             said += f", most of it in {slow.phase}"
         silenced = any(each.covers(rule.name, window.at_s) for each in self.silences)
-        return Finding(
+        return AlertFinding(
             rule=rule.name,
             key=sign.key,
             severity=rule.severity,

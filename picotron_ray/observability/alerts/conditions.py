@@ -19,7 +19,7 @@ WARM_UP = 5
 """First windows of a generation whose growth of memory, and whose speed, say nothing."""
 LEAST_RISE = 0.005
 """Share of its first value by which a figure must have grown in all to be called rising."""
-LEAST_BESIDE = 1.5
+LEAST_BESIDE = 2.0
 PLANNED_OVER = 1.03
 """Factor to the planned peak from which memory is beyond what was planned."""
 MOST_TIMES = 64

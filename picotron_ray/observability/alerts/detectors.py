@@ -32,7 +32,7 @@ UNUSUAL = Rule(
     windows=3,
 )
 """Rule of the detectors that know no causes."""
-STEADY = ("grad_norm", "tokens_per_s", "step_s", "data_ratio", "straggler_ratio", "allocated_bytes")
+STEADY = ("grad_norm", "steps_per_s", "step_s", "data_ratio", "straggler_ratio", "allocated_bytes")
 """Figures that vary about a value, as far as nothing is wrong."""
 FAR, FAR_SHARE = 10.0, 0.25
 """Deviations, and share of the median, beyond which a figure is far from it."""

@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from picotron_ray.observability.alerts.finding import Finding
+from picotron_ray.observability.alerts.finding import AlertFinding
 
-AlertBody = Callable[[str, Finding], Any]
+AlertBody = Callable[[str, AlertFinding], Any]
 MOST_TEXT = 1024
 ALERTS_PATH = "/api/v2/alerts"
 """Path of Alertmanager's API v2 to which alerts are posted."""
 
 
-def webhook(run: str, found: Finding) -> dict[str, Any]:
-    """Finding as JSON, with the run's name and one line for people."""
+def webhook(run: str, found: AlertFinding) -> dict[str, Any]:
+    """AlertFinding as JSON, with the run's name and one line for people."""
     return {"run": run, "text": found.text[:MOST_TEXT], **found.plain()}
 
 
-def slack(run: str, found: Finding) -> dict[str, Any]:
+def slack(run: str, found: AlertFinding) -> dict[str, Any]:
     """Message of Slack's incoming webhooks, and of what is compatible with them."""
     state = "resolved" if found.resolved else found.severity
     text = f"[{state}] run {run}: {found.text}"[:MOST_TEXT]
     return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
 
 
-def alertmanager(run: str, found: Finding) -> list[dict[str, Any]]:
+def alertmanager(run: str, found: AlertFinding) -> list[dict[str, Any]]:
     """Alerts of Alertmanager's API v2; one that is over has its end."""
     labels = {
         "alertname": found.rule,
@@ -60,6 +60,6 @@ def _rfc3339(at_s: float) -> str:
 BODIES: Mapping[str, AlertBody] = {"webhook": webhook, "slack": slack, "alertmanager": alertmanager}
 
 
-def encoded(kind: str, run: str, found: Finding) -> bytes:
+def encoded(kind: str, run: str, found: AlertFinding) -> bytes:
     """Return what is posted to a sink of this kind."""
     return json.dumps(BODIES[kind](run, found)).encode()

@@ -16,8 +16,6 @@ from picotron_ray.observability.alerts.rules import BESIDE, BURST_S, BY_NAME, Ru
 
 LEFT_OUT: Mapping[str, str] = {
     "nan": "its update is left out within the step: the events have it",
-    "bandwidth": "has no metric of its own",
-    "latency": "has no metric of its own",
 }
 BASELINE = "1h"
 WARM_UP = "10m"
@@ -88,6 +86,16 @@ EXPRESSIONS: Mapping[str, Expression] = {
         "picotron_worker_fragmentation_ratio",
         "run:picotron_worker_fragmentation_ratio:max",
         'run="r", node="n", worker="w"',
+    ),
+    "bandwidth": Expression(
+        "picotron_training_link_bandwidth_bytes_per_second",
+        "picotron_training_link_bandwidth_bytes_per_second",
+        labels='run="r", axis="dp"',
+    ),
+    "latency": Expression(
+        "picotron_training_link_latency_seconds",
+        "picotron_training_link_latency_seconds",
+        labels='run="r", axis="dp"',
     ),
     "pending-operations": Expression(
         _by_run("picotron_worker_pending_operations"),

@@ -26,6 +26,8 @@ USUAL_WRONG = {
     "device-memory": ("50", "95"),
     "disk": ("0.5", "0.95"),
     "fragmentation": ("0.1", "0.8"),
+    "bandwidth": ("1000", "400"),
+    "latency": ("0.001", "0.01"),
     "utilization": ("0.9", "0.2"),
     "throttling": ("0", "1"),
     "durability-lag": ("10", "60"),
@@ -40,7 +42,7 @@ COMPANIONS = {
 """Second series of a rule: metric, labels, ordinary value, value beside what is wrong."""
 
 
-def rule_tests(rules_file: str) -> dict[str, Any]:
+def tests_of_rules(rules_file: str) -> dict[str, Any]:
     """Return the tests as ``promtool test rules`` reads them.
 
     Args:

@@ -33,7 +33,7 @@ class Rule:
         figure: that it looks at; one that ends in ``.*`` stands for one of each axis.
         windows: in a row that must show it, and as many without it that end it.
         remesh: whether a re-mesh changes what is ordinary, so that baselines and counts begin anew.
-        beside: a second figure that must be above its own baseline by half, and above `BESIDE` as a share.
+        beside: a second figure that must be twice its own baseline, and above `BESIDE` as a share.
         gpu: only where GPUs compute.
         from_zero: whether a counter's first value counts as growth.
     """
@@ -52,7 +52,7 @@ class Rule:
     from_zero: bool = False
 
 
-BESIDE = 0.05
+BESIDE = 0.1
 
 TABLE: tuple[Rule, ...] = (
     Rule(
@@ -80,7 +80,7 @@ TABLE: tuple[Rule, ...] = (
         windows=3, remesh=False,
     ),
     Rule(
-        "throughput", "warning", "tokens_per_s", "drop", 0.2,
+        "throughput", "warning", "steps_per_s", "drop", 0.2,
         "fewer tokens a second than before in this generation",
         "picotron-ray status --json shows the phase whose seconds grew",
         windows=4,
@@ -136,13 +136,13 @@ TABLE: tuple[Rule, ...] = (
         "bandwidth", "warning", "bandwidth_bytes_per_s.*", "drop", 0.3,
         "an axis moves fewer bytes a second than before",
         "picotron-ray bench comm measures the links; look at their counters",
-        windows=3,
+        windows=6,
     ),
     Rule(
         "latency", "warning", "latency_s.*", "rise", 3.0,
         "an axis answers much later than before",
         "picotron-ray bench comm measures the links; look for a busy switch or host",
-        windows=3,
+        windows=6,
     ),
     Rule(
         "pending-operations", "warning", "pending_operations", "rising", 6.0,
@@ -205,6 +205,8 @@ def derived(figures: Mapping[str, float], checkpoint_steps: int) -> dict[str, fl
     ):
         if figures.get(whole, 0.0) > 0 and part in figures:
             found[name] = figures[part] / figures[whole]
+    if figures.get("step_s", 0.0) > 0:  # of all steps of the window; ``tokens_per_s`` is of the newest one
+        found["steps_per_s"] = 1.0 / figures["step_s"]
     if "durability_lag_steps" in figures:
         found["durability_lag_ratio"] = figures["durability_lag_steps"] / checkpoint_steps
     return found

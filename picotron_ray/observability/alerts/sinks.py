@@ -20,7 +20,7 @@ from pathlib import Path
 import urllib3
 
 from picotron_ray.config.schema.alerts import AlertSinkConfig
-from picotron_ray.observability.alerts.finding import SEVERITIES, Finding
+from picotron_ray.observability.alerts.finding import SEVERITIES, AlertFinding
 from picotron_ray.observability.alerts.messages import ALERTS_PATH, encoded
 
 log = logging.getLogger(__name__)
@@ -71,15 +71,15 @@ class AlertSink:
         self._name, self._config, self._run, self._tell = name, config, run, tell
         self._url = url.rstrip("/") + ALERTS_PATH if config.kind == "alertmanager" else url
         self._least = SEVERITIES.index(config.least)
-        self._waiting: queue.Queue[Finding] = queue.Queue(MOST_WAITING)
-        self._firing: dict[tuple[str, str], Finding] = {}
+        self._waiting: queue.Queue[AlertFinding] = queue.Queue(MOST_WAITING)
+        self._firing: dict[tuple[str, str], AlertFinding] = {}
         self._http = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
         self._ending, self._failing = threading.Event(), False
         self.sent = self.dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"alerts-{config.kind}", daemon=True)
         self._thread.start()
 
-    def send(self, found: Finding) -> None:
+    def send(self, found: AlertFinding) -> None:
         """Take a finding to be sent, where it is grave enough and there is room."""
         if found.silenced or SEVERITIES.index(found.severity) < self._least:
             return
@@ -111,7 +111,7 @@ class AlertSink:
             self._deliver(found)
             self._note_firing(found)
 
-    def _note_firing(self, found: Finding) -> None:
+    def _note_firing(self, found: AlertFinding) -> None:
         if self._config.kind != "alertmanager":
             return
         self._firing.pop((found.rule, found.key), None)
@@ -122,7 +122,7 @@ class AlertSink:
         for found in self._firing.values():
             self._post(found)
 
-    def _deliver(self, found: Finding) -> None:
+    def _deliver(self, found: AlertFinding) -> None:
         wait_s, why = FIRST_WAIT_S, ""
         for number in range(TRIES):
             why, again = self._post(found)
@@ -143,7 +143,7 @@ class AlertSink:
             self._failing = False
             self._tell(f"{self._name} takes findings again; {self.dropped} were dropped")
 
-    def _post(self, found: Finding) -> tuple[str, bool]:
+    def _post(self, found: AlertFinding) -> tuple[str, bool]:
         """Try once; returns why it failed, "" where it did not, and whether another try may help."""
         try:
             answer = self._http.request(

@@ -20,7 +20,7 @@ from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Rule
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.alerts.book import AlertBook, Silence
 from picotron_ray.observability.alerts.detectors import open_detectors
-from picotron_ray.observability.alerts.finding import LEVELS, Finding
+from picotron_ray.observability.alerts.finding import LEVELS, AlertFinding
 from picotron_ray.observability.alerts.sinks import AlertSink, SinkAddressError, address_of
 from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -156,7 +156,7 @@ class AlertService:
         for each in found:
             self._tell(each)
 
-    def _tell(self, found: Finding) -> None:
+    def _tell(self, found: AlertFinding) -> None:
         level = "info" if found.resolved or found.silenced else LEVELS[found.severity]
         words = f"{found.text} (silenced)" if found.silenced else found.text
         self._record.note(level, ALERT, words, found.plain())

@@ -15,11 +15,11 @@ import pytest
 
 from picotron_ray.config.schema.alerts import AlertSinkConfig
 from picotron_ray.observability.alerts import sinks
-from picotron_ray.observability.alerts.finding import Finding
+from picotron_ray.observability.alerts.finding import AlertFinding
 from picotron_ray.observability.alerts.messages import alertmanager, slack, webhook
 from picotron_ray.observability.alerts.sinks import AlertSink, SinkAddressError, address_of
 
-FOUND = Finding(
+FOUND = AlertFinding(
     rule="straggler",
     key="",
     severity="warning",

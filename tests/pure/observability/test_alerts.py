@@ -16,7 +16,7 @@ from picotron_ray.observability.alerts.baseline import LEAST, MOST, Baseline
 from picotron_ray.observability.alerts.book import MOST_KEPT, MOST_TOLD, AlertBook, Silence
 from picotron_ray.observability.alerts.conditions import WARM_UP
 from picotron_ray.observability.alerts.detectors import FIT, open_detectors
-from picotron_ray.observability.alerts.finding import Finding
+from picotron_ray.observability.alerts.finding import AlertFinding
 from picotron_ray.observability.alerts.rules import BY_NAME, TABLE, derived
 from picotron_ray.observability.rank_table import SlowRank
 from picotron_ray.observability.windows import TelemetryWindow
@@ -47,7 +47,16 @@ USUAL = {
     "failures_total": 0.0,
     "bad_steps_total": 0.0,
 }
-NOISY = ("loss", "grad_norm", "tokens_per_s", "step_s", "bandwidth_bytes_per_s.dp", "latency_s.dp")
+NOISY = (
+    "loss",
+    "grad_norm",
+    "tokens_per_s",
+    "step_s",
+    "bandwidth_bytes_per_s.dp",
+    "latency_s.dp",
+    "data_s",
+    "straggler_ratio",
+)
 
 
 class Run:
@@ -60,7 +69,7 @@ class Run:
         self.book = AlertBook(detectors, rules, acts=acts, checkpoint_steps=10, silences=silences)
         self.at_s, self.generation, self.step, self.chance = 0.0, 1, 0, random.Random(3)
 
-    def window(self, slow: tuple[SlowRank, ...] = (), **changes: float) -> list[Finding]:
+    def window(self, slow: tuple[SlowRank, ...] = (), **changes: float) -> list[AlertFinding]:
         self.at_s += 10.0
         self.step += 100
         figures = {name: value * self._noise(name) for name, value in USUAL.items()}
@@ -71,7 +80,7 @@ class Run:
     def _noise(self, name: str) -> float:
         return self.chance.gauss(1.0, 0.02) if name in NOISY else 1.0
 
-    def until(self, rule: str, most: int = 40, **changes: float) -> tuple[int, Finding]:
+    def until(self, rule: str, most: int = 40, **changes: float) -> tuple[int, AlertFinding]:
         """Windows until a rule fires."""
         for number in range(1, most + 1):
             found = [each for each in self.window(**changes) if each.rule == rule and not each.resolved]
@@ -84,7 +93,7 @@ PLANTED: dict[str, Mapping[str, float]] = {
     "loss-spike": {"loss": 6.0},
     "gradient-exploding": {"grad_norm": 50.0},
     "gradient-vanishing": {"grad_norm": 1e-6},
-    "throughput": {"tokens_per_s": 700.0},
+    "throughput": {"step_s": 0.15, "data_s": 0.002},
     "straggler": {"straggler_ratio": 1.8},
     "data-stall": {"data_s": 0.05},
     "host-cpu": {"host_cpu_ratio": 0.97, "data_s": 0.02},
@@ -122,7 +131,7 @@ def test_a_rule_fires_in_as_many_windows_as_the_table_says_and_ends(rule: str) -
     assert run.book.firing == []
 
 
-def _over(found: Finding, at_s: float) -> Finding:
+def _over(found: AlertFinding, at_s: float) -> AlertFinding:
     from dataclasses import replace
 
     return replace(found, resolved=True, at_s=at_s)
@@ -184,12 +193,12 @@ def test_a_re_mesh_ends_findings_of_the_layout_and_its_baselines() -> None:
     run = Run()
     for _ in range(30):
         run.window()
-    run.until("throughput", tokens_per_s=600.0)
+    run.until("throughput", step_s=0.17)
     run.generation = 2
-    over = run.window(tokens_per_s=600.0)
+    over = run.window(step_s=0.17)
     assert [(each.rule, each.resolved) for each in over] == [("throughput", True)]
-    told = [each for _ in range(60) for each in run.window(tokens_per_s=600.0)]
-    assert told == [], "600 is what this generation does"
+    told = [each for _ in range(60) for each in run.window(step_s=0.17)]
+    assert told == [], "that is the pace of this generation"
 
 
 def test_a_loss_is_compared_across_a_re_mesh() -> None:
@@ -245,7 +254,7 @@ def test_detectors_without_causes_find_what_is_unusual(detector: str) -> None:
     run = Run(detectors=[detector])
     quiet = [each for _ in range(FIT + 40) for each in run.window()]
     assert quiet == []
-    windows, found = run.until("unusual", step_s=0.4, tokens_per_s=250.0, grad_norm=30.0)
+    windows, found = run.until("unusual", step_s=0.4, data_s=0.3, grad_norm=30.0, straggler_ratio=1.9)
     assert (windows, found.severity) == (3, "info")
     assert found.evidence
 

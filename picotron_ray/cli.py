@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, metrics, run
+from picotron_ray.commands import config, metrics, run, story
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.debug import debug
@@ -40,6 +40,8 @@ app.command("config-schema")(config.config_schema)
 app.command("status")(run.status)
 app.command("logs")(logs)
 app.command("stop")(run.stop)
+app.command("report")(story.report)
+app.command("runs")(story.runs)
 app.command("dashboard")(metrics.dashboard)
 app.command("checkpoint-now")(run.checkpoint_now)
 

@@ -58,7 +58,7 @@ from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
-from picotron_ray.runtime.coordinator.telemetry import RunTelemetry
+from picotron_ray.runtime.coordinator.telemetry import open_telemetry
 from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
@@ -82,7 +82,7 @@ class Coordinator(CoordinatorLogs):
         self._store = self._open_store()
         self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
-        self._telemetry = RunTelemetry(self._job.telemetry.interval_s, self._record)
+        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
@@ -108,9 +108,7 @@ class Coordinator(CoordinatorLogs):
             lambda: open_storage(self._job.storage, self._job.name),
             self._record.evidence,
         )
-        self._chaos = CoordinatorChaos(
-            self._job.chaos, self._store.claim_fault, self._cluster, self._executor.spawn
-        )
+        self._chaos = CoordinatorChaos(self._job.chaos, self._store.claim_fault, self._cluster, spawn)
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
     def _open_store(self) -> RunStore:
@@ -262,6 +260,7 @@ class Coordinator(CoordinatorLogs):
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
+        guarded("telemetry", self._telemetry.observe, event)
         guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)
@@ -390,6 +389,7 @@ class Coordinator(CoordinatorLogs):
         """Store the summary, and end the trackers; returns it with what the ledger says."""
         if self._begun:  # with figures that are younger than the last commit
             await asyncio.to_thread(self._executor.keeper.finish, self._job.storage.final_wait_s)
+            await asyncio.to_thread(self._telemetry.finish, self._job.storage.final_wait_s)
         try:
             summary = await asyncio.to_thread(self._store.finish, summary)
         except (StorageError, FencedError) as error:

@@ -13,8 +13,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
-from picotron_ray.coordinator.messages import GenerationSpec, Measured, RunFigures
+from picotron_ray.coordinator.messages import (
+    Appended,
+    Begin,
+    Event,
+    GenerationSpec,
+    Measured,
+    RunFigures,
+)
 from picotron_ray.observability.rank_table import RankTable
 from picotron_ray.observability.windows import (
     Samples,
@@ -23,6 +33,7 @@ from picotron_ray.observability.windows import (
     run_figures,
     window_of_round,
 )
+from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.telemetry_page import MemoryFigures
@@ -208,10 +219,29 @@ class RunTelemetry:
         self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
         self.listeners: list[Callable[[TelemetryWindow], None]] = []
         """Called with each window, on the coordinator's loop: whatever takes long goes elsewhere."""
-        self.newest: RankTable | None = None
-        """Ranks of the newest round."""
+        self.newest: tuple[RankTable, str] | None = None
+        """Ranks of the newest round, and its generation."""
+        self._archive: ArchiveKeeper | None = None
         self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
         record.windows = self._windows
+
+    def archived(self, archive: ArchiveKeeper) -> RunTelemetry:
+        """Have windows archived with the commits; returns this object."""
+        self._archive = archive
+        self.listeners.append(archive.add)
+        return self
+
+    def observe(self, event: Event) -> None:
+        """Follow the machine: a term begins, and commits bring windows to storage."""
+        if self._archive is not None and isinstance(event, Begin):
+            self._archive.begin(event.term)
+        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
+            self._archive.keep()
+
+    def finish(self, patience_s: float) -> None:
+        """Bring the last windows to storage; blocks up to ``patience_s``."""
+        if self._archive is not None:
+            self._archive.finish(patience_s)
 
     def take(
         self,
@@ -277,8 +307,25 @@ class RunTelemetry:
         more = run_figures(self._record.status(NO_EVENTS, most_pages=0), self._record.measured().leader)
         window = window_of_round(time.time(), told, more, held.table)
         with self._lock:
-            self.newest = held.table
+            self.newest = held.table, str(held.id)
             sampled = {name: value for name, value in window.figures.items() if name not in SAMPLED}
             self._samples.add(sampled)
         for listener in self.listeners:
             listener(window)
+
+
+def open_telemetry(job: JobConfig, record: RunRecord, is_newest: Callable[[], bool | None]) -> RunTelemetry:
+    """Return the telemetry of a run, whose windows and events go to its storage.
+
+    Args:
+        is_newest: whether no newer term was claimed; None: not known.
+    """
+    run = RunTelemetry(job.telemetry.interval_s, record)
+
+    def events(since: int) -> list[dict[str, Any]]:
+        return list(record.status(since, most_pages=0)["events"])
+
+    def storage() -> Storage:
+        return open_storage(job.storage, job.name)
+
+    return run.archived(ArchiveKeeper(storage, is_newest, events, lambda: run.newest, record.note))

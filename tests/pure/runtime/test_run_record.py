@@ -832,3 +832,40 @@ def test_what_was_lost_for_good_is_so_for_the_launch_that_lost_it(run: Run) -> N
     later = RunRecord(job())
     later.recall(older, [], "another")
     assert later.deaths == 0
+
+
+def test_the_status_says_where_the_runs_time_went(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.generation(1, "ab", 0, 2.0, "init")
+    page = {"worker": "a", "rank": 0, "term": 1, "n": 1, "step": 7, "phase": "forward", "tokens": 0}
+    page |= {"eval_step": -1, "eval_loss": math.nan, "baseline_loss": 0.0, "skipped_step": -1}
+    page |= {"step_time_s": 1.0, "first_step_at_s": 0.0, "step_at_s": BEGAN + 10.0}
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 10.0)
+    run.record.figures("node", [{**page, "spent_s": {"build": 1.0, "forward": 7.0}}])
+    run.tell(12.0, m.WorkerExited("b", "process died"), run.outcome("a", 7))
+    run.generation(2, "a", 7, 13.0)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 14.0)
+    status = run.record.status(0)
+    seconds = {cause: s for cause, s in status["seconds"].items() if s}
+    assert seconds == {"start": 3.0, "steps": 7.0, "detect": 2.0, "decide": 1.0, "rebuild": 1.0}
+    assert (status["wall_s"], status["goodput"]) == (14.0, 0.5)
+    (failure,) = status["failures"]
+    assert (failure["detect_s"], failure["decide_s"], failure["recompute_s"]) == (2.0, 1.0, 0.0)
+    later = RunRecord(job())
+    later.recall(json.loads(json.dumps(run.record.memo())), [])
+    assert later.status(0)["seconds"] == status["seconds"]
+    summary = run.record.summary(m.Finish("finished"))
+    assert summary["seconds"] == status["seconds"]
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"])
+
+
+def test_a_record_of_an_earlier_version_has_its_time_as_unknown(run: Run) -> None:
+    run.generation(1, "ab", 0, 2.0, "init")
+    run.tell(3.0, m.WorkerExited("a", "process died"))
+    memo = json.loads(json.dumps(run.record.memo()))
+    del memo["facts"]["account"]
+    memo["wall_s"] = 40.0
+    later = RunRecord(job())
+    later.recall(memo, [])
+    status = later.status(0)
+    assert status["seconds"]["unknown"] == pytest.approx(40.0)
+    assert status["failures"][0]["detect_s"] == 0.0

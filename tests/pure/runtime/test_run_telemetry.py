@@ -169,7 +169,7 @@ def test_each_round_gives_a_window_to_whoever_listens(run: RunTelemetry, record:
     assert (heard[0].generation, figures["step"], figures["step_s"]) == ("3.1", 207, 4.5)
     assert (figures["straggler_ratio"], heard[0].slowest[0].rank) == (pytest.approx(8 / 4.5), 7)
     assert run.newest is not None
-    assert run.newest.values[5, 0] == 6.0
+    assert (run.newest[0].values[5, 0], run.newest[1]) == (6.0, "3.1")
     status = record.status(0)
     assert status["windows"]["step_s"]["samples"] == 2
     assert [row["rank"] for row in status["telemetry"]["slow_ranks"]] == list(range(7, -1, -1))

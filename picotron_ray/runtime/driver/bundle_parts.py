@@ -152,8 +152,8 @@ class BundleSource:
         prefix = agent_name(self.run, "")
         named = [each["name"] for each in list_named_actors(True) if each["namespace"] == NAMESPACE]
         agents = [ray.get_actor(name, NAMESPACE) for name in named if name.startswith(prefix)]
-        asked = [agent.evidence.remote(seen["term"], (term, n), STACK_BYTES) for agent in agents]
-        done, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        asked: list[Any] = [agent.evidence.remote(seen["term"], (term, n), STACK_BYTES) for agent in agents]
+        done, _ = ray.wait(asked, num_returns=max(1, len(asked)), timeout=ANSWER_S) if asked else ([], [])
         return [entry for answer in done for entry in ray.get(answer)]
 
     def evidence(self) -> Any:

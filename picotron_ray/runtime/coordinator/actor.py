@@ -326,7 +326,7 @@ class Coordinator(CoordinatorLogs):
 
     async def _tick(self) -> None:
         self._dispatch(m.Tick())
-        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic()):
+        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic(), self._machine.memory):
             self._dispatch(event)
         self._record.waits = self._machine.waits
 

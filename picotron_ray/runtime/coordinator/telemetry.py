@@ -17,6 +17,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
+from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     Appended,
     Begin,
@@ -36,6 +37,7 @@ from picotron_ray.observability.windows import (
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.utilization import devices_of, utilization
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
 
@@ -214,6 +216,7 @@ class RunTelemetry:
     def __init__(self, interval_s: float | None, record: RunRecord) -> None:
         """``record``: of the run, whose status shows the newest round that ended."""
         self._interval_s, self._record = interval_s or 0.0, record
+        self.job: JobConfig | None = None
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
@@ -280,8 +283,14 @@ class RunTelemetry:
         with self._lock:
             return self._samples.windows()
 
-    def due(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
-        """Return the event of a round that is over; none while it goes on."""
+    def due(
+        self, spec: GenerationSpec | None, now_s: float, memory: MachineMemory | None = None
+    ) -> Iterable[Measured]:
+        """Return the event of a round that is over; none while it goes on.
+
+        Args:
+            memory: of the machine, which knows the devices; None: MFU is not told.
+        """
         with self._lock:
             held = self._round
             if held is None:
@@ -300,11 +309,15 @@ class RunTelemetry:
         figures = held.figures()
         told = {**held.status(figures), "links": held.links.told(self._best)}
         self._record.telemetry = told
-        self._tell(held, told)
+        self._tell(held, told, memory)
         return (Measured(held.id, figures),)
 
-    def _tell(self, held: Round, told: dict[str, Any]) -> None:
-        more = run_figures(self._record.status(NO_EVENTS, most_pages=0), self._record.measured().leader)
+    def _tell(self, held: Round, told: dict[str, Any], memory: MachineMemory | None) -> None:
+        status = self._record.status(NO_EVENTS, most_pages=0)
+        more = run_figures(status, self._record.measured().leader)
+        job, devices = self.job, set() if memory is None else devices_of(memory)
+        if job is not None and (found := utilization(job, status, devices)) is not None:
+            more["mfu_ratio"] = found[0]
         window = window_of_round(time.time(), told, more, held.table)
         with self._lock:
             self.newest = held.table, str(held.id)
@@ -321,6 +334,7 @@ def open_telemetry(job: JobConfig, record: RunRecord, is_newest: Callable[[], bo
         is_newest: whether no newer term was claimed; None: not known.
     """
     run = RunTelemetry(job.telemetry.interval_s, record)
+    run.job = job
 
     def events(since: int) -> list[dict[str, Any]]:
         return list(record.status(since, most_pages=0)["events"])

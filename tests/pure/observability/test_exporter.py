@@ -175,12 +175,12 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
         "picotron_training_link_latency_seconds dp": 1e-4,
         "picotron_training_link_bandwidth_bytes_per_second dp": 2e9,
         "picotron_training_link_efficiency_ratio dp": 0.5,
-        "picotron_training_lost_seconds recompute": 0.25,
-        "picotron_training_lost_seconds checkpoint": 0.0,
         "picotron_checkpoint_durability_lag_steps": 0.0,
     }
     assert {name: values[name] for name in steps} == pytest.approx(steps)
     status = record.status(0)
+    causes = [value for name, value in values.items() if name.startswith("picotron_training_wall_seconds ")]
+    assert sum(causes) == pytest.approx(sum(status["seconds"].values()), abs=0.5)
     flops = flops_per_token(rated.model, rated.data.sequence_length)
     share = values["picotron_training_mfu_ratio telemetry.peak_tflops"]
     assert share == pytest.approx(status["tokens_per_s"] * flops / 1e6)

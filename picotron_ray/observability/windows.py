@@ -10,7 +10,8 @@ A figure that is not known is absent; none is made up. Names carry their units:
   fragmentation_ratio``;
 - devices and hosts: ``utilization_ratio, host_cpu_ratio, host_memory_ratio, disk_used_ratio,
   throttled_gpus, ecc_errors_total, xid_errors_total``;
-- the run: ``durability_lag_steps, failures_total, recoveries_total``.
+- the run: ``durability_lag_steps, failures_total, recoveries_total``; ``bad_steps_total`` (steps of the
+  generation whose update was left out, and generations that ended for one) and ``bad_step``, the newest one.
 
 `straggler_ratio` is the own seconds of the slowest rank over the median of all (`rank_table`).
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from picotron_ray.failures import FailureKind
 from picotron_ray.observability.rank_table import RankTable, SlowRank
 
 SAMPLES = 1000
@@ -95,6 +97,7 @@ def round_figures(told: Mapping[str, Any], slowest: Sequence[SlowRank]) -> dict[
 def run_figures(status: Mapping[str, Any], page: Mapping[str, Any]) -> dict[str, float]:
     """Flatten what a run's status and the page of rank 0 say beside the round."""
     failures = status["failures"]
+    bad = page.get("skipped_step", -1)
     lag = status["step"] - (status["committed"] or 0)
     return known(
         {
@@ -104,6 +107,9 @@ def run_figures(status: Mapping[str, Any], page: Mapping[str, Any]) -> dict[str,
             "tokens_per_s": status["tokens_per_s"],
             "goodput_ratio": status.get("goodput"),
             "durability_lag_steps": max(0, lag),
+            "bad_steps_total": page.get("bad_steps", 0)
+            + sum(failure["kind"] == FailureKind.NUMERICS for failure in failures),
+            "bad_step": bad if bad >= 0 else None,
             "failures_total": len(failures),
             "recoveries_total": sum(failure["recovered_s"] is not None for failure in failures),
         }
@@ -199,7 +205,7 @@ def _mean(one: TelemetryWindow, two: TelemetryWindow) -> TelemetryWindow:
 
 def counts(name: str) -> bool:
     """Whether a figure counts up, so that the newest value stands for those before it."""
-    return name == "step" or name.endswith("_total")
+    return name in ("step", "bad_step") or name.endswith("_total")
 
 
 def series(windows: Iterable[TelemetryWindow], name: str) -> list[tuple[float, float]]:

@@ -48,6 +48,7 @@ from picotron_ray.parallel.precision.switches import PrecisionSwitches
 from picotron_ray.parallel.share_holders import ShareHolders
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.build_stages import build_stages, mixtures_of
+from picotron_ray.train.disturbance import add_disturbances
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
 from picotron_ray.train.passes import OnAction, OnPhase, choose_passes
@@ -104,6 +105,7 @@ class Engine:
         mesh.choose_collectives(collective_plans(job.comm))
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         add_slowness(job, self.layout, self._models)
+        add_disturbances(job, self._models)
         parameters = [
             parameter
             for model in self._models.values()

@@ -36,6 +36,7 @@ from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
+from picotron_ray.runtime.coordinator.alert_service import AlertCalls
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
     EarlyEvents,
@@ -73,7 +74,7 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator(CoordinatorLogs):
+class Coordinator(AlertCalls, CoordinatorLogs):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
@@ -82,11 +83,11 @@ class Coordinator(CoordinatorLogs):
         self._store = self._open_store()
         self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
-        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest)
+        self._device = self._cluster.device()
+        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest, self._device)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
-        self._device = self._cluster.device()
         self._flush_s = options.get("slot_bytes", 0) / FLUSH_BYTES_PER_S
         default = default_planner(self._job, self._device)
         self._machine = Machine(self._job, default=default, flush_s=self._flush_s)
@@ -252,15 +253,14 @@ class Coordinator(CoordinatorLogs):
 
     def _observe(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
         """Let everything follow that decides nothing; an error there keeps no command from being obeyed."""
-        guarded, line = self._supervisor.guarded, 0
-        if self._machine.eventful:
-            line = self._event_log.next_line
+        guarded = self._supervisor.guarded
+        line = self._event_log.next_line if self._machine.eventful else 0
         guarded("the run's record", self._record.observe, event, commands, time.time(), line)
         if line:
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
-        guarded("telemetry", self._telemetry.observe, event)
+        guarded("telemetry", self._telemetry.observe, event, self._machine.memory)
         guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)
@@ -325,8 +325,7 @@ class Coordinator(CoordinatorLogs):
             self._executor.spawn(keep("metrics", partial(self._serve_metrics, folder), going, NODE_POLL_S))
 
     async def _tick(self) -> None:
-        self._dispatch(m.Tick())
-        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic(), self._machine.memory):
+        for event in (m.Tick(), *self._telemetry.due(self._machine.memory.spec, time.monotonic())):
             self._dispatch(event)
         self._record.waits = self._machine.waits
 
@@ -340,8 +339,8 @@ class Coordinator(CoordinatorLogs):
         for event in await self._cluster.changes(self._executor.term):
             self._dispatch(event)
         if self._job.cluster.autoscale:
-            missing = self._machine.view.missing
-            await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
+            wanted = self._machine.view.missing, self._cluster.needs
+            await asyncio.to_thread(room.update, *wanted, time.monotonic())
 
     async def _watch_drains(self) -> None:
         """Tell the machine of nodes that are to go until it knows; slow joins do not delay it."""
@@ -371,8 +370,7 @@ class Coordinator(CoordinatorLogs):
         term = self._executor.term
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = fenced_end(self._store.overtaken_by, self._job.name)
-        doubtful = finish.status == "fenced" or not term
-        if doubtful:
+        if finish.status == "fenced" or not term:  # whose it is, is in doubt
             await leave_to_successor(self._job.name, finish)
         finish = await close_nodes(self._cluster, self._record, self._job.name, term, finish)
         summary = self._record.summary(finish)

@@ -24,6 +24,7 @@ from picotron_ray.coordinator.messages import (
     Event,
     GenerationSpec,
     Measured,
+    RuleFinding,
     RunFigures,
 )
 from picotron_ray.observability.rank_table import RankTable
@@ -34,6 +35,7 @@ from picotron_ray.observability.windows import (
     run_figures,
     window_of_round,
 )
+from picotron_ray.runtime.coordinator.alert_service import AlertService
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -42,6 +44,7 @@ from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
 
 NO_EVENTS = 1 << 62
+ALERTS_PATIENCE_S = 5.0
 MOST_SHOWN = 32
 """Ranks that the status shows one by one; of more, the slowest."""
 SAMPLED = ("loss", "grad_norm", "learning_rate", "step_time_s")
@@ -217,6 +220,7 @@ class RunTelemetry:
         """``record``: of the run, whose status shows the newest round that ended."""
         self._interval_s, self._record = interval_s or 0.0, record
         self.job: JobConfig | None = None
+        self._memory: MachineMemory | None = None
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
@@ -226,6 +230,7 @@ class RunTelemetry:
         """Ranks of the newest round, and its generation."""
         self._archive: ArchiveKeeper | None = None
         self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
+        self.alerts: AlertService | None = None
         record.windows = self._windows
 
     def archived(self, archive: ArchiveKeeper) -> RunTelemetry:
@@ -234,15 +239,28 @@ class RunTelemetry:
         self.listeners.append(archive.add)
         return self
 
-    def observe(self, event: Event) -> None:
-        """Follow the machine: a term begins, and commits bring windows to storage."""
+    def observe(self, event: Event, memory: MachineMemory | None = None) -> None:
+        """Follow the machine: a term begins, and commits bring windows to storage.
+
+        Args:
+            memory: of the machine, which knows the devices; None: MFU is not told.
+        """
+        self._memory = memory
         if self._archive is not None and isinstance(event, Begin):
             self._archive.begin(event.term)
         elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
             self._archive.keep()
 
+    def judged(self, alerts: AlertService) -> RunTelemetry:
+        """Have windows judged by rules; returns this object."""
+        self.alerts = alerts
+        self.listeners.append(alerts.take)
+        return self
+
     def finish(self, patience_s: float) -> None:
-        """Bring the last windows to storage; blocks up to ``patience_s``."""
+        """Bring the last windows to storage, and findings to sinks; blocks up to ``patience_s`` for each."""
+        if self.alerts is not None:
+            self.alerts.finish(min(patience_s, ALERTS_PATIENCE_S))
         if self._archive is not None:
             self._archive.finish(patience_s)
 
@@ -283,14 +301,15 @@ class RunTelemetry:
         with self._lock:
             return self._samples.windows()
 
-    def due(
-        self, spec: GenerationSpec | None, now_s: float, memory: MachineMemory | None = None
-    ) -> Iterable[Measured]:
-        """Return the event of a round that is over; none while it goes on.
+    def due(self, spec: GenerationSpec | None, now_s: float) -> list[Measured | RuleFinding]:
+        """Return the event of a round that is over, and those that findings of earlier ones ask for."""
+        asked: list[Measured | RuleFinding] = []
+        if self.alerts is not None:
+            self.alerts.spec = spec
+            asked += self.alerts.asked()
+        return [*self._round_over(spec, now_s), *asked]
 
-        Args:
-            memory: of the machine, which knows the devices; None: MFU is not told.
-        """
+    def _round_over(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
         with self._lock:
             held = self._round
             if held is None:
@@ -309,13 +328,13 @@ class RunTelemetry:
         figures = held.figures()
         told = {**held.status(figures), "links": held.links.told(self._best)}
         self._record.telemetry = told
-        self._tell(held, told, memory)
+        self._tell(held, told)
         return (Measured(held.id, figures),)
 
-    def _tell(self, held: Round, told: dict[str, Any], memory: MachineMemory | None) -> None:
+    def _tell(self, held: Round, told: dict[str, Any]) -> None:
         status = self._record.status(NO_EVENTS, most_pages=0)
         more = run_figures(status, self._record.measured().leader)
-        job, devices = self.job, set() if memory is None else devices_of(memory)
+        job, devices = self.job, set() if self._memory is None else devices_of(self._memory)
         if job is not None and (found := utilization(job, status, devices)) is not None:
             more["mfu_ratio"] = found[0]
         window = window_of_round(time.time(), told, more, held.table)
@@ -327,14 +346,20 @@ class RunTelemetry:
             listener(window)
 
 
-def open_telemetry(job: JobConfig, record: RunRecord, is_newest: Callable[[], bool | None]) -> RunTelemetry:
-    """Return the telemetry of a run, whose windows and events go to its storage.
+def open_telemetry(
+    job: JobConfig, record: RunRecord, is_newest: Callable[[], bool | None], device: str
+) -> RunTelemetry:
+    """Return the telemetry of a run, whose windows are judged and go to its storage, with its events.
 
     Args:
         is_newest: whether no newer term was claimed; None: not known.
+        device: of the workers, "cuda" or "cpu".
     """
     run = RunTelemetry(job.telemetry.interval_s, record)
     run.job = job
+
+    if job.alerts.enabled and job.telemetry.interval_s is not None:
+        run.judged(AlertService(job, record, device))
 
     def events(since: int) -> list[dict[str, Any]]:
         return list(record.status(since, most_pages=0)["events"])

@@ -260,10 +260,10 @@ def test_schema_and_resume_rules() -> None:
 
 
 def test_catalogue_of_metrics() -> None:
-    lines = out("dashboard").splitlines()
+    lines = out("metrics").splitlines()
     assert lines[0].split() == ["metric", "kind", "labels", "of", "means"]
     assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
-    rows = json.loads(out("dashboard", "--json"))
+    rows = json.loads(out("metrics", "--json"))
     first = next(iter(CATALOGUE.values()))
     assert rows[0] == {
         "metric": first.name,
@@ -273,9 +273,15 @@ def test_catalogue_of_metrics() -> None:
         "means": first.help,
     }
     assert len(rows) == len(CATALOGUE)
-    made = out("dashboard", "--grafana")
-    assert json.loads(made) == json.loads(out("dashboard", "--grafana", "--json")) == dashboard()
+    made = out("metrics", "--grafana")
+    assert json.loads(made) == json.loads(out("metrics", "--grafana", "--json")) == dashboard()
     assert made.startswith("{\n")
+
+
+def test_what_the_dashboard_printed_before_it_was_a_page() -> None:
+    assert out("dashboard", "--grafana") == out("metrics", "--grafana")
+    assert out("dashboard") == out("metrics")
+    assert "picotron-ray metrics --grafana" in CliRunner().invoke(cli.app, ["dashboard", "--grafana"]).stderr
 
 
 def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +88,7 @@ def told_record(folder: Path) -> RunRecord:
     history.observe(m.Heartbeat("n", first.id, {"a": 6, "b": 6}), [], now - 8)
     history.observe(m.WorkerExited("b", "process died"), [], now - 7)
     history.observe(m.Tick(), [m.RunGeneration(SPEC)], now - 6.5)
-    history.figures("n", [asdict(view) for view in living(folder)])
+    history.figures("n", [view.figures() for view in living(folder)])
     history.observe(m.Heartbeat("n", SPEC.id, {"a": 9}), [], now - 6)
     history.observe(m.Appended("commit", SPEC.id, 10, seq=4), [], now - 2)
     return history

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 
+from picotron_ray.runtime.dashboard import serve
+from picotron_ray.runtime.dashboard.app import PageServer
+from picotron_ray.runtime.dashboard.sections import build
+from picotron_ray.runtime.dashboard.watch import Board
 from tests.support.browser import PHONE, WIDE, Visit, served, visit
-from tests.support.runs.page_facts import store_run
+from tests.support.runs.page_facts import many_ranks, store_run
 
 FILLED = {
     "#figures dd": 12,
@@ -24,7 +31,7 @@ FILLED = {
     "#chart-loss .failure": 1,
     "#chart-tokens_per_s path.curve": 1,
     "#chart-goodput_ratio path.curve": 1,
-    "#chart-mfu_ratio": 1,
+    "#chart-mfu_ratio path.curve": 1,
     "#timeline rect": 2,
     "#generation-rows tr": 2,
     "#commit-rows tr": 2,
@@ -99,10 +106,18 @@ def check_closed(told: dict[str, Any], seen: Visit) -> None:
     until(lambda: seen.page.is_visible("#page"))
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Visit]:
+    """One Chromium for the tests of this file that a run's processes are not beside."""
+    with visit() as found:
+        yield found
+
+
 @pytest.mark.timeout(300)  # the first time Chromium is installed
-def test_the_page_of_a_dead_run_in_a_browser(tmp_path: Path) -> None:
+def test_the_page_of_a_dead_run_in_a_browser(browser: Visit, tmp_path: Path) -> None:
+    seen = browser
     store_run(tmp_path)
-    with served(str(tmp_path / "told")) as told, visit() as seen:
+    with served(str(tmp_path / "told")) as told:
         seen.open(told["url"])
         check_filled(seen)
         assert told["token"] not in seen.page.url
@@ -114,12 +129,52 @@ def test_the_page_of_a_dead_run_in_a_browser(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def large() -> Iterator[str]:
+    """Address of the page of a run of 4,096 ranks on 512 nodes, of which one is silent."""
+    facts = many_ranks(4096)
+    del facts.status["pages"]["w1-4000"]
+    watch = SimpleNamespace(board=Board(), facts=facts, word="large")
+    watch.board.post(build(facts, None, {}), 0.0)
+    page = serve.ServedPage("127.0.0.1", serve.bind("127.0.0.1", 0))
+    routes = PageServer(watch)  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(routes.app(page.access()), log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [page.listener]})
+    thread.start()
+    yield page.url
+    routes.closing = server.should_exit = True
+    thread.join(20)
+
+
+@pytest.mark.timeout(300)
+def test_4096_ranks_are_drawn_in_a_push_of_bounded_size(browser: Visit, large: str) -> None:
+    began_s = time.monotonic()
+    browser.open(large)
+    until(lambda: "1 silent" in browser.text("#map-said"), lambda: browser.text("#map-said"))
+    print(f"4,096 ranks are drawn {time.monotonic() - began_s:.2f} s after the address was opened")
+    assert "4,096 ranks on 512 nodes, one cell a node" in browser.text("#map-said")
+    drawing = "() => { const began = performance.now(); for (let i = 0; i < 10; i += 1)"
+    drawing += " document.getElementById('map-by').dispatchEvent(new Event('change'));"
+    drawing += " return (performance.now() - began) / 10; }"
+    draw_ms = browser.page.evaluate(drawing)
+    print(f"the map is drawn in {draw_ms:.1f} ms")
+    assert draw_ms < 250
+    browser.page.select_option("#map-by", "pp")
+    assert browser.count("#map-legend li") == 8
+    browser.page.click("#rank-details summary")
+    browser.page.fill("#rank-from", "3999")
+    browser.page.click("#rank-show")
+    until(lambda: "silent" in browser.text("#rank-rows"), lambda: browser.text("#rank-rows"))
+    assert browser.count("#rank-rows tr") == 64
+    assert not browser.scrolls_sideways()
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Iterator[str]:
     """Name of a run of two workers, of which one is killed; it goes on until the test ends."""
     name = "page-run"
     words = [
         f"name={name}", "steps=1000000", f"storage.url={tmp_path / 'store'}", "telemetry.interval_s=1",
-        "checkpoint.interval_steps=200", "evaluate.interval_steps=200",
+        "telemetry.peak_tflops=0.1",        "checkpoint.interval_steps=200", "evaluate.interval_steps=200",
         "chaos=[{fault: kill, target: 'worker:1', step: 300, phase: forward}]",
     ]  # fmt: skip
     command(sys.executable, "-m", "picotron_ray.launch", "tiny", *words, "--detach")

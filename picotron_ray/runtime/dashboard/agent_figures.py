@@ -1,4 +1,4 @@
-"""Memory by class and GPUs, asked from the nodes' own metrics endpoints, on a thread of their own.
+"""Memory by class, GPUs and MFU, asked from the run's own metrics endpoints, on a thread of their own.
 
 At most `MOST_NODES` nodes are asked, each `INTERVAL_S`: what a page shows of memory is a sample of nodes, and
 thousands of agents are not asked for the sake of a page.
@@ -6,6 +6,7 @@ thousands of agents are not asked for the sake of a page.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +33,10 @@ OF_GPU = {
 
 
 def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
-    """Return ``workers`` by name and ``gpus`` of what endpoints answered; ValueError where one is none.
+    """Return ``workers`` by name and ``gpus`` that endpoints told, and MFU with its peak where one did.
+
+    Raises:
+        ValueError: an answer is none of an endpoint.
 
     >>> text = 'picotron_worker_memory_bytes{run="a",node="n",worker="w0",class="weights"} 8'
     >>> read_metrics([text])["workers"]
@@ -40,11 +44,14 @@ def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
     """
     workers: dict[str, dict[str, Any]] = {}
     gpus: dict[tuple[str, str], dict[str, Any]] = {}
+    run: dict[str, Any] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if sample.name == "picotron_training_mfu_ratio":
+                    run = {"mfu_ratio": sample.value, "mfu_peak": sample.labels.get("peak", "")}
                 _take(sample.name, sample.labels, sample.value, workers, gpus)
-    return {"workers": workers, "gpus": [gpus[key] for key in sorted(gpus)]}
+    return {"workers": workers, "gpus": [gpus[key] for key in sorted(gpus)], **run}
 
 
 def _take(
@@ -92,7 +99,8 @@ class NodeScrapes:
         """
         order = dict.fromkeys([*(node for node in first if node in endpoints), *sorted(endpoints)])
         order.pop("coordinator", None)
-        found = tuple(endpoints[node] for node in order)[:MOST_NODES]
+        own = [endpoints["coordinator"]] if "coordinator" in endpoints else []
+        found = (*own, *(endpoints[node] for node in itertools.islice(order, MOST_NODES)))
         if found != self._addresses:
             self._addresses = found
             self._wake.set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -13,6 +16,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.analysis import analyse
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.peaks import mfu_ratio, peak_of_worker
 from picotron_ray.planner.plan_text import analysis_lines
 from picotron_ray.runtime.dashboard.cells import degrees
 
@@ -35,13 +39,19 @@ def config_section(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def predicted_memory(config: dict[str, Any], layout: str | None, micro_batch: int = 0) -> dict[str, float]:
+def predicted_memory(config: Mapping[str, Any], layout: str | None) -> dict[str, float]:
     """Bytes by kind that the planner expects on the fullest worker of a layout; none where it cannot tell."""
-    sizes = degrees(layout)
+    return dict(_predicted(json.dumps(config), layout or ""))
+
+
+@lru_cache(maxsize=8)
+def _predicted(config: str, layout: str) -> Mapping[str, float]:
+    job = _job(config)
     try:
-        job = JobConfig.model_validate(config)
-        found = memory_estimate(job, Layout(**_named(sizes, layout or "", micro_batch)))
-    except (PicotronError, ValidationError, ValueError, TypeError):
+        found = None if job is None else memory_estimate(job, Layout(**_numbers(layout)))
+    except (PicotronError, ValueError, TypeError):
+        found = None
+    if found is None:
         return {}
     return {
         "state": found.state_bytes,
@@ -51,12 +61,31 @@ def predicted_memory(config: dict[str, Any], layout: str | None, micro_batch: in
     }
 
 
-def _named(sizes: dict[str, int], layout: str, micro_batch: int) -> dict[str, Any]:
-    words = layout.split("-")
-    numbers: dict[str, Any] = dict(sizes)
-    for word in words:
+def _numbers(layout: str) -> dict[str, Any]:
+    numbers: dict[str, Any] = dict(degrees(layout))
+    for word in layout.split("-"):
         if word.startswith("zero") and word[4:].isdecimal():
             numbers["zero"] = int(word[4:])
         if word.startswith("mb") and word[2:].isdecimal():
-            numbers["micro_batch"] = micro_batch or int(word[2:])
+            numbers["micro_batch"] = int(word[2:])
     return numbers
+
+
+def stated_peak(config: Mapping[str, Any], workers: int) -> tuple[float, str] | None:
+    """MFU of one token a second on so many workers, and its peak, where the config names one."""
+    return _stated(json.dumps(config), workers)
+
+
+@lru_cache(maxsize=64)
+def _stated(config: str, workers: int) -> tuple[float, str] | None:
+    job = _job(config)
+    peak = None if job is None else peak_of_worker(job, set())
+    return None if job is None or peak is None else (mfu_ratio(job, 1.0, workers, peak), peak.source)
+
+
+@lru_cache(maxsize=8)
+def _job(config: str) -> JobConfig | None:
+    try:
+        return JobConfig.model_validate_json(config)
+    except (PicotronError, ValidationError, ValueError):
+        return None

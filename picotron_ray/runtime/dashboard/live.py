@@ -91,7 +91,8 @@ class LiveRun:
 
     def _follow(self, status: dict[str, Any]) -> None:
         windows = status.get("windows") or {}
-        told = {name: (windows.get(name) or {}).get("mean") for name in ("mfu_ratio", "goodput_ratio")}
+        told = {"goodput_ratio": (windows.get("goodput_ratio") or {}).get("mean")}
+        told["mfu_ratio"] = self._agents.newest.get("mfu_ratio")
         page = self._pages.get(self._members[0], {}) if self._members else {}
         figures = {"loss": status["loss"], "grad_norm": page.get("grad_norm") or None, **told}
         if status["step"]:

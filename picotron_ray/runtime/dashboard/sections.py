@@ -13,7 +13,7 @@ from typing import Any
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.observability.rank_table import WAITING
-from picotron_ray.runtime.dashboard.analysis import predicted_memory
+from picotron_ray.runtime.dashboard.analysis import predicted_memory, stated_peak
 from picotron_ray.runtime.dashboard.cells import HEALTH, build_map, coordinates, health_of, short
 from picotron_ray.runtime.dashboard.curves import goodput, thinned
 from picotron_ray.runtime.dashboard.doors import offered
@@ -30,7 +30,7 @@ ROWS = 64
 FIGURES = ("loss", "eval_loss", "tokens_per_s", "mfu_ratio", "goodput_ratio", "grad_norm")
 MARKED = {"recovery": "recovery", "failure": "failure", "generation": "generation", "rewind": "rewind"}
 HEAD = (
-    *("run", "state", "done", "detail", "exit_code", "term", "generation", "layout", "precision", "step"),
+    *("run", "state", "done", "detail", "term", "generation", "layout", "precision", "step"),
     *("steps", "loss", "eval_loss", "baseline_loss", "tokens_per_s", "committed", "stopping", "uncommitted"),
     "began_s",
 )
@@ -85,6 +85,10 @@ def _head(facts: RunFacts) -> dict[str, Any]:
     windows = status.get("windows") or {}
     for name in ("mfu_ratio", "goodput_ratio"):
         found[name] = (windows.get(name) or {}).get("mean")
+    if found["mfu_ratio"] is None:
+        stated = stated_peak(facts.config, len(facts.members))
+        told, rate = facts.memory.get("mfu_ratio"), status.get("tokens_per_s")
+        found["mfu_ratio"] = rate * stated[0] if stated and rate else told
     if found["goodput_ratio"] is None:
         found["goodput_ratio"] = status.get("goodput") or _goodput(facts)
     found["lag_steps"] = max(0, (status.get("step") or 0) - (status.get("committed") or 0))
@@ -102,7 +106,28 @@ def _curves(facts: RunFacts) -> dict[str, Any]:
     if not shown["goodput_ratio"]:
         began_s = facts.status.get("began_s") or 0.0
         shown["goodput_ratio"] = thinned(goodput(facts.curves.all("at_s"), began_s), 600) if began_s else []
-    return {"figures": shown, "marks": _marks(facts)}
+    if not shown["mfu_ratio"]:
+        shown["mfu_ratio"] = _stated_mfu(facts, shown["tokens_per_s"])
+    return {"figures": shown, "marks": _marks(facts), "peak": _peak(facts)}
+
+
+def _peak(facts: RunFacts) -> str:
+    """Source of the peak that MFU refers to; "": none is known."""
+    stated = stated_peak(facts.config, len(facts.members))
+    return stated[1] if stated else str(facts.memory.get("mfu_peak") or "")
+
+
+def _stated_mfu(facts: RunFacts, tokens_per_s: list[list[float]]) -> list[list[float]]:
+    """MFU by step from the throughput, where the config names the devices' peak."""
+    if stated_peak(facts.config, 1) is None:
+        return []
+    starts = [(row["start_step"], row["workers"] or 0) for row in facts.generations]
+    found = []
+    for step, rate in tokens_per_s:
+        workers = next((many for start, many in reversed(starts) if start < step), len(facts.members))
+        stated = stated_peak(facts.config, workers)
+        found += [[step, rate * stated[0]]] if stated else []
+    return found
 
 
 def _marks(facts: RunFacts) -> list[dict[str, Any]]:

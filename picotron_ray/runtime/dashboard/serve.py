@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.dashboard.access import Access, hostname, is_loopback, new_token
 
-PORT = 8270
 NEEDED = ("starlette", "uvicorn")
 
 

@@ -11,7 +11,6 @@ from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.observability.rank_table import RankTable
 from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.event_log.files import decode_record
-from picotron_ray.runtime.coordinator.run_record import EXIT_CODES
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.history import MOST_COMMITS, MOST_GENERATIONS, History
@@ -190,12 +189,12 @@ class StoredRun:
         if summary and summary.get("term", 0) >= term:
             state = str(summary["status"])
             detail = str(summary.get("detail") or "")
-            return {"state": state, "done": True, "detail": detail, "exit_code": EXIT_CODES.get(state)}
+            return {"state": state, "done": True, "detail": detail}
         if self._lives(term):
             text = "its coordinator signs in storage; this page asks storage alone"
-            return {"state": "elsewhere", "done": False, "detail": text, "exit_code": None}
+            return {"state": "elsewhere", "done": False, "detail": text}
         text = "its last launch left no summary; launch it again to go on from its newest commit"
-        return {"state": "cut-off", "done": True, "detail": text, "exit_code": None}
+        return {"state": "cut-off", "done": True, "detail": text}
 
     def _lives(self, term: int) -> bool:
         """Whether the newest term's coordinator signed of late. Nothing is written, unlike by a launch."""

@@ -27,7 +27,11 @@ SCRIPT = "<script>alert(1)</script>\u202e"
 def store_run(folder: Path, name: str = "told", steps: int = 20, record: bool = True) -> LocalStorage:
     """Store a run of two generations of two workers that was cut off after ``steps`` steps."""
     storage = LocalStorage(str(folder), name)
-    config = {"config": public_dict(load_job("tiny", [f"name={name}", f"steps={2 * steps}"]))}
+    config = {
+        "config": public_dict(
+            load_job("tiny", [f"name={name}", f"steps={2 * steps}", "telemetry.peak_tflops=0.001"])
+        )
+    }
     for key in ("run.json", "launch.json"):
         storage.put(key, json.dumps(config).encode())
     log = RunLog(storage)

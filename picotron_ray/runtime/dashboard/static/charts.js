@@ -28,6 +28,12 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
 
+  caption(text) {
+    if (text === this.title) return;
+    this.title = text;
+    this.element.firstChild.textContent = text;
+  }
+
   show(points, marks, dots = []) {
     this.points = points;
     this.marks = marks;

@@ -116,17 +116,17 @@ function buttons(d) {
 
 async function press(door) {
   const words = { button: door.name };
-  const fields = Object.entries(door.fields);
+  const fields = door.fields;
   if (door.asks || fields.length) {
     at("ask-title").textContent = door.label;
     at("ask-text").textContent = door.asks;
-    put("ask-fields", ...fields.map(([name, label]) => h("label", {}, `${label} `, h("input", { name, required: "", id: `ask-${name}` }))));
+    put("ask-fields", ...fields.map(([name, label, needed]) => h("label", {}, `${label} `, h("input", { name, required: needed ? "" : null, id: `ask-${name}` }))));
     const dialog = at("ask");
     dialog.returnValue = "";
     dialog.showModal();
     await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
     if (dialog.returnValue !== "yes") return;
-    for (const [name] of fields) words[name] = at(`ask-${name}`).value;
+    for (const [name] of fields) words[name] = at(`ask-${name}`).value.trim();
   }
   try {
     at("said").textContent = `${door.label}: ${(await json("/api/press", words)).said}`;

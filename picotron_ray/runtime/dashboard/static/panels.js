@@ -2,7 +2,7 @@
 import { at, put, h, cells, number, percent, bytes, seconds, clock, colour, swatch, parts, DASH } from "./dom.js";
 import { Chart, CHARTS, timeline, lasted, began } from "./charts.js";
 
-const GOOD = ["running", "finished"], BAD = ["failed", "storage", "fenced", "cut-off"];
+const GOOD = ["running", "finished", "paused"], BAD = ["failed", "storage", "fenced", "cut-off"];
 const charts = {};
 let marks = [], generations = [];
 
@@ -27,6 +27,7 @@ export function curves(d) {
   marks = d.marks;
   for (const [name, [title, form, empty]] of Object.entries(CHARTS)) {
     if (!charts[name]) { charts[name] = new Chart(title, form, empty); charts[name].element.id = `chart-${name}`; at("curves").append(charts[name].element); }
+    if (name === "mfu_ratio" && d.peak) charts[name].caption(`${title}, of ${d.peak}`);
     charts[name].show(d.figures[name] ?? [], d.marks, name === "loss" ? d.figures.eval_loss : []);
   }
   drawTimeline();

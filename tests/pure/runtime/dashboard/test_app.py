@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,56 @@ def test_buttons_ask_the_coordinator() -> None:
 
 
 def test_buttons_are_offered_while_the_run_goes_on() -> None:
-    assert all(door["enabled"] for door in doors.offered(True, "running"))
-    assert not any(door["enabled"] for door in doors.offered(True, "finished"))
-    assert not any(door["enabled"] for door in doors.offered(False, "running"))
+    def enabled(live: bool, state: str) -> set[str]:
+        return {door["name"] for door in doors.offered(live, state) if door["enabled"]}
+
+    assert {"checkpoint", "stop"} <= enabled(True, "running")
+    assert "resume" not in enabled(True, "running")
+    assert "pause" not in enabled(True, "paused")
+    assert enabled(True, "finished") == enabled(False, "running") == set()
+
+
+ORDERS = ("drain", "resize", "pause", "resume")
+
+
+def test_orders_are_given_by_the_functions_of_their_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def order(name: str, *words: Any, **more: Any) -> dict[str, Any]:
+        given.append((name, *words, *more.values()))
+        return {"text": f"{name} is accepted"}
+
+    for name in ORDERS:
+        monkeypatch.setattr(doors.control, name, partial(order, name), raising=False)
+    assert doors.press("r", Living(), "drain", {"node": "abc", "left_s": ""}) == "drain is accepted"
+    doors.press("r", Living(), "drain", {"node": "abc", "left_s": "30"})
+    doors.press("r", Living(), "resize", {"min": "", "max": "4"})
+    doors.press("r", Living(), "pause", {})
+    doors.press("r", Living(), "resume", {})
+    assert given == [
+        ("drain", "r", "abc", 0.0),
+        ("drain", "r", "abc", 30),
+        ("resize", "r", None, 4),
+        ("pause", "r", 0.0),
+        ("resume", "r"),
+    ]
+    for name, words in (
+        ("drain", {}),
+        ("resize", {"max": "-1"}),
+        ("resize", {"max": "0"}),
+        ("pause", {"x": "1"}),
+    ):
+        with pytest.raises(ConfigError):
+            doors.press("r", Living(), name, words)
+    assert len(given) == 5
+
+
+def test_orders_that_this_version_cannot_give_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ORDERS:
+        monkeypatch.delattr(doors.control, name, raising=False)
+    assert [door["name"] for door in doors.offered(True, "running")] == ["checkpoint", "stop"]
+    with pytest.raises(ConfigError, match="saw 'pause', expected one of checkpoint, stop"):
+        doors.press("r", Living(), "pause", {})
 
 
 def test_the_pages_script_makes_no_markup_of_text() -> None:

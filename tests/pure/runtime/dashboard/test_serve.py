@@ -75,8 +75,8 @@ def test_an_open_address_is_warned_of_and_its_name_is_known() -> None:
 def test_few_nodes_are_asked_for_their_memory() -> None:
     figures = NodeScrapes(ask=lambda address: "")
     figures.of({f"n{at}": f"host:{at}" for at in range(4096)} | {"coordinator": "x"}, ["n4000"])
-    assert len(figures._addresses) == MOST_NODES
-    assert figures._addresses[0] == "host:4000"
+    assert len(figures._addresses) == MOST_NODES + 1
+    assert figures._addresses[:2] == ("x", "host:4000")
     figures.close()
     with pytest.raises(ValueError):
         read_metrics(["{{{ not metrics"])

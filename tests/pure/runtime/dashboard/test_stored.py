@@ -25,6 +25,9 @@ def test_every_section_of_a_dead_run_is_filled(tmp_path: Path) -> None:
     assert [len(found["curves"]["figures"][name]) for name in ("loss", "tokens_per_s")] == [20, 18]
     assert found["curves"]["figures"]["eval_loss"] == [[10, 2.5]]
     assert len(found["curves"]["figures"]["goodput_ratio"]) == 20
+    assert len(found["curves"]["figures"]["mfu_ratio"]) == 18
+    assert 0 < found["head"]["mfu_ratio"] < 1
+    assert found["curves"]["peak"] == "telemetry.peak_tflops"
     assert {mark["kind"] for mark in found["curves"]["marks"]} == {"failure", "generation"}
     rows = found["timeline"]["generations"]
     assert [(row["id"], row["layout"], row["start_step"], row["end_step"]) for row in rows] == [

@@ -88,15 +88,14 @@ STEPS = (
         "picotron_training_goodput_ratio",
         "gauge",
         "ratio",
-        "Share of the time that the run lived which its steps would have taken, undisturbed.",
+        "Share of the wall time that went into steps which were done for the first time.",
         "coordinator",
     ),
     Metric(
-        "picotron_training_lost_seconds",
+        "picotron_training_wall_seconds",
         "gauge",
         "seconds",
-        "Time that the run lost, by cause: recovery (failure to the next new step), recompute (steps that"
-        " were repeated, at the median step), checkpoint (longest wait of an optimizer for each commit).",
+        "Wall time of the run by its cause, such as steps, detect, recompute, checkpoint; they add up to it.",
         "coordinator",
         ("cause",),
     ),

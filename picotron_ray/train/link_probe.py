@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.config.schema.telemetry import AXES
-from picotron_ray.train.step_clock import NO_LINK, NO_LINKS, Link
+from picotron_ray.train.step_clock import NO_LINK, NO_LINKS, AxisLink
 
 EVERY = 200
 FIRST = 20
@@ -41,7 +41,7 @@ class LinkProbe:
         found = {axis: group(name) for axis, name in GROUPS.items()}
         self._groups: Mapping[str, dist.ProcessGroup] = {a: g for a, g in found.items() if g is not None}
         self._device, self._start = device, start_step
-        self.links: tuple[Link, ...] = NO_LINKS
+        self.links: tuple[AxisLink, ...] = NO_LINKS
         """By `AXES`, of the newest probe."""
 
     def due(self, step: int) -> bool:
@@ -59,12 +59,12 @@ class LinkProbe:
         self._groups = {}
 
 
-def _measured(group: dist.ProcessGroup, device: torch.device) -> Link:
+def _measured(group: dist.ProcessGroup, device: torch.device) -> AxisLink:
     ranks = dist.get_world_size(group)
     small = torch.zeros(1, device=device)
     large = torch.zeros(NBYTES // 4, device=device)
     latency_s, large_s = _fastest(small, group), _fastest(large, group)
-    return Link(latency_s, 2 * (ranks - 1) / ranks * NBYTES / max(large_s, 1e-9))
+    return AxisLink(latency_s, 2 * (ranks - 1) / ranks * NBYTES / max(large_s, 1e-9))
 
 
 def _fastest(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:

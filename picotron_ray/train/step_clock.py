@@ -54,14 +54,14 @@ class Fed(NamedTuple):
     computed_rows: int = 0
 
 
-class Link(NamedTuple):
+class AxisLink(NamedTuple):
     """Figures of the link below an axis of the layout; 0: not measured (`link_probe`)."""
 
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
 
 
-NO_LINK = Link()
+NO_LINK = AxisLink()
 NO_LINKS = (NO_LINK,) * len(AXES)
 
 
@@ -84,7 +84,7 @@ class StepTimes(NamedTuple):
     stage_s: Mapping[int, float]
     fed: Fed
     sent_bytes: tuple[int, ...]
-    links: tuple[Link, ...] = NO_LINKS
+    links: tuple[AxisLink, ...] = NO_LINKS
 
     @property
     def row_s(self) -> float:
@@ -114,7 +114,7 @@ class NoClock:
 
     measures_links = False
 
-    def links(self, found: tuple[Link, ...]) -> None:
+    def links(self, found: tuple[AxisLink, ...]) -> None:
         """Hear of the links below each axis."""
 
     def begin(self, step: int) -> None:
@@ -175,7 +175,7 @@ class HostClock(NoClock):
         self._stamp(perf_counter())
         self._mark(phase if stage == NO_STAGE else (phase, stage))
 
-    def links(self, found: tuple[Link, ...]) -> None:
+    def links(self, found: tuple[AxisLink, ...]) -> None:
         """Hear of the links below each axis."""
         self._links = found
 

@@ -109,9 +109,7 @@ class Coordinator(AlertCalls, CoordinatorLogs):
             lambda: open_storage(self._job.storage, self._job.name),
             self._record.evidence,
         )
-        self._chaos = CoordinatorChaos(
-            self._job.chaos, self._store.claim_fault, self._cluster, self._executor.spawn
-        )
+        self._chaos = CoordinatorChaos(self._job.chaos, self._store.claim_fault, self._cluster, spawn)
         threading.Thread(target=self._serve, name="coordinator", daemon=True).start()
 
     def _open_store(self) -> RunStore:
@@ -262,7 +260,7 @@ class Coordinator(AlertCalls, CoordinatorLogs):
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
-        guarded("telemetry", self._telemetry.observe, event)
+        guarded("telemetry", self._telemetry.observe, event, self._machine.memory)
         guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)

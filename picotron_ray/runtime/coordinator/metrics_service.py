@@ -22,6 +22,7 @@ from picotron_ray.observability.exporter import Exporter, PortTakenError, addres
 from picotron_ray.observability.metric import Server
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.utilization import devices_of
 
 log = logging.getLogger(__name__)
 PUBLISH_S = 1.0
@@ -42,14 +43,6 @@ def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
         }
         for who, endpoint in sorted(endpoints.items())
     ]
-
-
-def devices_of(memory: MachineMemory) -> set[str]:
-    """Product names of the GPUs of the running generation's nodes; a node with several kinds names all."""
-    members = {member.node for member in memory.spec.members} if memory.spec is not None else set()
-    nodes = [memory.roster.nodes.get(node) for node in members]
-    names = {name for node in nodes if node is not None for name in node.hardware.split(" and ")}
-    return names - {""}
 
 
 class MetricsService:

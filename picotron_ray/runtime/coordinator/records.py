@@ -258,12 +258,11 @@ class Facts:
         elif kind == ADAPT and "change" in data:
             self.changes[f"{data['change']} {data['action']}"] += 1
 
-    def measured(self, leader: dict[str, Any], lived_s: float = 0.0) -> MetricFacts:
+    def measured(self, leader: dict[str, Any]) -> MetricFacts:
         """Copy what metrics and trackers want.
 
         Args:
             leader: page of rank 0 of the running generation.
-            lived_s: time that launches lived.
         """
         return MetricFacts(
             leader=leader,
@@ -277,8 +276,6 @@ class Facts:
             plans=dict(self.plans),
             changes=dict(self.changes),
             planned_s=list(self.planned_s),
-            goodput=goodput(self, lived_s),
-            step_s=median_step_s(self),
         )
 
 
@@ -294,8 +291,6 @@ class MetricFacts:
         plans: layouts taken, by origin: ``planned``, or ``default`` where there was no answer yet.
         changes: decisions of adaptation, by kind of change and action, with a blank between.
         planned_s: seconds that the planner's newest searches took.
-        goodput: as of `goodput`.
-        step_s: median of the newest step times; 0 before the first.
     """
 
     leader: dict[str, Any]
@@ -309,8 +304,6 @@ class MetricFacts:
     plans: dict[str, int] = field(default_factory=dict)
     changes: dict[str, int] = field(default_factory=dict)
     planned_s: list[float] = field(default_factory=list)
-    goodput: float | None = None
-    step_s: float = 0.0
 
 
 def median_step_s(facts: Facts) -> float:

@@ -379,8 +379,7 @@ class RunRecord:
     def measured(self) -> MetricFacts:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
-            lived_s = time.time() - self._began - self._lived.paused_s
-            return self._facts.measured(dict(self._facts.leader(self._facts.newest)), lived_s)
+            return self._facts.measured(dict(self._facts.leader(self._facts.newest)))
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.observability.exporter import Sample
-from picotron_ray.planner.peaks import mfu_ratio, peak_of_worker
 from picotron_ray.runtime.coordinator.records import MetricFacts
+from picotron_ray.runtime.coordinator.utilization import utilization
 
 LINKS = {
     "latency_seconds": "latency_s",
@@ -26,23 +26,17 @@ def step_samples(
     Args:
         devices: product names of the GPUs that the run computes on; empty: CPUs, or not known.
     """
-    yield from _mfu(job, status, devices)
+    if (found := utilization(job, status, devices)) is not None:
+        yield Sample("picotron_training_mfu_ratio", found[0], {"peak": found[1]})
     if status["telemetry"]:
         yield from _telemetry(status["telemetry"])
-    if measured.goodput is not None:
-        yield Sample("picotron_training_goodput_ratio", measured.goodput)
-    for cause, seconds in lost_seconds(status["failures"], measured).items():
-        yield Sample("picotron_training_lost_seconds", seconds, {"cause": cause})
+    if status["goodput"] is not None:
+        yield Sample("picotron_training_goodput_ratio", status["goodput"])
+    for cause, seconds in status["seconds"].items():
+        yield Sample("picotron_training_wall_seconds", seconds, {"cause": cause})
     if measured.generations:
         lag = max(0, status["step"] - (status["committed"] or 0))
         yield Sample("picotron_checkpoint_durability_lag_steps", lag)
-
-
-def _mfu(job: JobConfig, status: dict[str, Any], devices: set[str]) -> Iterator[Sample]:
-    peak = peak_of_worker(job, devices)
-    if peak is not None and status["tokens_per_s"] and status["members"]:
-        share = mfu_ratio(job, status["tokens_per_s"], len(status["members"]), peak)
-        yield Sample("picotron_training_mfu_ratio", share, {"peak": peak.source})
 
 
 def _telemetry(told: dict[str, Any]) -> Iterator[Sample]:
@@ -64,12 +58,3 @@ def _telemetry(told: dict[str, Any]) -> Iterator[Sample]:
     for axis, link in told.get("links", {}).items():
         for name, figure in LINKS.items():
             yield Sample(f"picotron_training_link_{name}", link[figure], {"axis": axis})
-
-
-def lost_seconds(failures: list[dict[str, Any]], measured: MetricFacts) -> dict[str, float]:
-    """Seconds that a run lost, by cause."""
-    return {
-        "recovery": sum(failure["recovered_s"] or 0.0 for failure in failures),
-        "recompute": measured.step_s * sum(failure["lost_steps"] for failure in failures),
-        "checkpoint": sum(commit.get("stall_s") or 0.0 for commit in measured.checkpoints),
-    }

@@ -17,6 +17,7 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
+from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
     Appended,
     Begin,
@@ -38,6 +39,7 @@ from picotron_ray.runtime.coordinator.alert_service import AlertService
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.utilization import devices_of, utilization
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
 
@@ -217,6 +219,8 @@ class RunTelemetry:
     def __init__(self, interval_s: float | None, record: RunRecord) -> None:
         """``record``: of the run, whose status shows the newest round that ended."""
         self._interval_s, self._record = interval_s or 0.0, record
+        self.job: JobConfig | None = None
+        self._memory: MachineMemory | None = None
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
@@ -235,8 +239,13 @@ class RunTelemetry:
         self.listeners.append(archive.add)
         return self
 
-    def observe(self, event: Event) -> None:
-        """Follow the machine: a term begins, and commits bring windows to storage."""
+    def observe(self, event: Event, memory: MachineMemory | None = None) -> None:
+        """Follow the machine: a term begins, and commits bring windows to storage.
+
+        Args:
+            memory: of the machine, which knows the devices; None: MFU is not told.
+        """
+        self._memory = memory
         if self._archive is not None and isinstance(event, Begin):
             self._archive.begin(event.term)
         elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
@@ -323,7 +332,11 @@ class RunTelemetry:
         return (Measured(held.id, figures),)
 
     def _tell(self, held: Round, told: dict[str, Any]) -> None:
-        more = run_figures(self._record.status(NO_EVENTS, most_pages=0), self._record.measured().leader)
+        status = self._record.status(NO_EVENTS, most_pages=0)
+        more = run_figures(status, self._record.measured().leader)
+        job, devices = self.job, set() if self._memory is None else devices_of(self._memory)
+        if job is not None and (found := utilization(job, status, devices)) is not None:
+            more["mfu_ratio"] = found[0]
         window = window_of_round(time.time(), told, more, held.table)
         with self._lock:
             self.newest = held.table, str(held.id)
@@ -343,6 +356,7 @@ def open_telemetry(
         device: of the workers, "cuda" or "cpu".
     """
     run = RunTelemetry(job.telemetry.interval_s, record)
+    run.job = job
 
     if job.alerts.enabled and job.telemetry.interval_s is not None:
         run.judged(AlertService(job, record, device))

@@ -13,13 +13,13 @@ from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.train import link_probe
 from picotron_ray.train.link_probe import EVERY, FIRST, LinkProbe
-from picotron_ray.train.step_clock import NO_LINK, Link
+from picotron_ray.train.step_clock import NO_LINK, AxisLink
 from tests.support.gloo.pool import Job, Pool
 
 CPU = torch.device("cpu")
 
 
-def probed(job: Job, layout: Layout, slow_s: float) -> tuple[Link, ...]:
+def probed(job: Job, layout: Layout, slow_s: float) -> tuple[AxisLink, ...]:
     """Links of a rank; the last one comes late to each sum."""
     groups = job.groups()
     groups.connect()
@@ -54,7 +54,7 @@ def test_bandwidth_is_that_of_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_probe.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(link_probe, "_fastest", lambda buffer, group: 0.5 if buffer.numel() > 1 else 0.001)
     link = link_probe._measured(None, CPU)  # type: ignore[arg-type]
-    assert link == Link(0.001, 1.5 * link_probe.NBYTES / 0.5)
+    assert link == AxisLink(0.001, 1.5 * link_probe.NBYTES / 0.5)
 
 
 def test_a_runs_link_is_its_slowest_ranks_against_the_best_that_was_seen() -> None:

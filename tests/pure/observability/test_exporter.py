@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +88,7 @@ def told_record(folder: Path) -> RunRecord:
     history.observe(m.Heartbeat("n", first.id, {"a": 6, "b": 6}), [], now - 8)
     history.observe(m.WorkerExited("b", "process died"), [], now - 7)
     history.observe(m.Tick(), [m.RunGeneration(SPEC)], now - 6.5)
-    history.figures("n", [asdict(view) for view in living(folder)])
+    history.figures("n", [view.figures() for view in living(folder)])
     history.observe(m.Heartbeat("n", SPEC.id, {"a": 9}), [], now - 6)
     history.observe(m.Appended("commit", SPEC.id, 10, seq=4), [], now - 2)
     return history
@@ -175,12 +174,12 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
         "picotron_training_link_latency_seconds dp": 1e-4,
         "picotron_training_link_bandwidth_bytes_per_second dp": 2e9,
         "picotron_training_link_efficiency_ratio dp": 0.5,
-        "picotron_training_lost_seconds recompute": 0.25,
-        "picotron_training_lost_seconds checkpoint": 0.0,
         "picotron_checkpoint_durability_lag_steps": 0.0,
     }
     assert {name: values[name] for name in steps} == pytest.approx(steps)
     status = record.status(0)
+    causes = [value for name, value in values.items() if name.startswith("picotron_training_wall_seconds ")]
+    assert sum(causes) == pytest.approx(sum(status["seconds"].values()), abs=0.5)
     flops = flops_per_token(rated.model, rated.data.sequence_length)
     share = values["picotron_training_mfu_ratio telemetry.peak_tflops"]
     assert share == pytest.approx(status["tokens_per_s"] * flops / 1e6)

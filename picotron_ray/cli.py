@@ -17,6 +17,7 @@ from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
+from picotron_ray.commands.top import top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +40,7 @@ app.command("logs")(run.logs)
 app.command("stop")(run.stop)
 app.command("report")(story.report)
 app.command("runs")(story.runs)
+app.command("top")(top)
 app.command("dashboard")(metrics.dashboard)
 app.command("checkpoint-now")(run.checkpoint_now)
 

@@ -15,7 +15,7 @@ from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.archive import Segment
+from picotron_ray.observability.archive import ArchiveSegment
 from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.event_log.files import encode_record
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -97,7 +97,7 @@ class Made:
         windows = tuple(
             TelemetryWindow(BEGAN_S + at, "1.2", {**figures, "loss": 3 - at / 30}) for at in (15, 25)
         )
-        writer.put(Segment(windows, tuple(self.record.status(0)["events"])), self.now_s)
+        writer.put(ArchiveSegment(windows, tuple(self.record.status(0)["events"])), self.now_s)
 
     def finish(self) -> None:
         """End the run in order."""

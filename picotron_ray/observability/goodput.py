@@ -213,8 +213,13 @@ class GoodputAccount:
         account = cls(began_s)
         account._pass(at_s, "unknown")
         account._heard_s = at_s
-        account.failures = [dict.fromkeys(FAILURE_CAUSES, 0.0) for _ in range(failures)]
+        account.follow(failures)
         return account
+
+    def follow(self, failures: int) -> None:
+        """Know of so many failures; of those that were not told, nothing is known."""
+        missing = range(failures - len(self.failures))
+        self.failures += [dict.fromkeys(FAILURE_CAUSES, 0.0) for _ in missing]
 
     # --- how seconds are given ---------------------------------------------------------------------------
 

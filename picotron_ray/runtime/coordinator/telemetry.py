@@ -219,10 +219,13 @@ class RunTelemetry:
 
     def observe(self, event: Event) -> None:
         """Follow the machine: a term begins, and commits bring windows to storage."""
-        if self._archive is not None and isinstance(event, Begin):
-            self._archive.begin(event.term)
-        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
-            self._archive.keep()
+        archive = self._archive
+        if archive is None:
+            return
+        if isinstance(event, Begin):
+            archive.begin(event.term)
+        elif isinstance(event, Appended) and event.kind == "commit" and event.seq:
+            archive.keep()
 
     def finish(self, patience_s: float) -> None:
         """Bring the last windows to storage; blocks up to ``patience_s``."""

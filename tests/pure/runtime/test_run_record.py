@@ -865,3 +865,5 @@ def test_a_record_of_an_earlier_version_has_its_time_as_unknown(run: Run) -> Non
     status = later.status(0)
     assert status["seconds"]["unknown"] == pytest.approx(40.0)
     assert status["failures"][0]["detect_s"] == 0.0
+    later.observe(m.Tick(), [m.RunGeneration(run.spec)], BEGAN + 50.0)
+    assert len(later.status(0)["failures"]) == 1

@@ -47,6 +47,7 @@ def check_bounds(storage: MemoryStorage, days: float) -> None:
     assert storage.most <= MOST_OBJECTS
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("window_s", "commit_s", "ranks", "events"),
     [(60.0, 300.0, 1024, 1), pytest.param(10.0, 60.0, 16_384, 20, marks=pytest.mark.deep)],
@@ -69,6 +70,7 @@ def test_a_day_brings_at_most_10_mib(window_s: float, commit_s: float, ranks: in
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_a_week_of_many_ranks_stays_within_the_bounds_of_each_day() -> None:
     storage = MemoryStorage()
     made = live(storage, 7.0, 20.0, 120.0, 1024, 5)

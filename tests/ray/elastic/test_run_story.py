@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,17 @@ def test_the_account_of_a_run_with_kills_agrees_with_other_clocks(tmp_path: Path
 
     lines = ledger(job)
     done_s = {line["step"]: line["at_s"] for line in lines}
+    gaps = {step: done_s[step] - done_s[step - 1] for step in range(2, STEPS + 1)}
+    usual_s = statistics.median(gaps.values())
     assert len(account["failures"]) == 2
     for failure, killed_s in zip(account["failures"], killed, strict=True):
         parts = sum(failure[f"{cause}_s"] for cause in FAILURE_CAUSES)
-        gaps = {step: done_s[step] - done_s[step - 1] for step in range(2, STEPS + 1)}
         step, gap_s = max(
             ((s, gap) for s, gap in gaps.items() if done_s[s] > killed_s > done_s[s - 1] - 1.0),
             key=lambda one: one[1],
         )
         print(f"failure at step {failure['step']}: parts {parts:.3f} s, gap before step {step} {gap_s:.3f} s")
-        assert parts == pytest.approx(gap_s, abs=0.35)
+        assert parts + usual_s == pytest.approx(gap_s, abs=0.25), "the gap has the next step too"
         assert failure["detected_s"] == pytest.approx(killed_s - account["began_at_s"], abs=1.5)
     steps_s = sum(gap for gap in gaps.values() if gap < 0.5)
     assert account["seconds"]["steps"] == pytest.approx(steps_s, rel=0.15)

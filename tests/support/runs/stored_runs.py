@@ -32,7 +32,7 @@ def page(n: int, step: int, at_s: float, **spent: float) -> dict[str, Any]:
     known = {"worker": "a", "rank": 0, "term": 1, "n": n, "step": step, "phase": "forward", "tokens": 64}
     known |= {"eval_step": -1, "eval_loss": 0.0, "baseline_loss": 2.5, "skipped_step": -1, "loss": 2.0}
     known |= {"step_time_s": 1.0, "first_step_at_s": at_s, "step_at_s": at_s, "pinned_wait_s": 0.0}
-    return {**known, "spent_s": spent}
+    return {**known, "phases_s": spent}
 
 
 class Made:

@@ -22,6 +22,7 @@ from picotron_ray.commands.logs import logs
 from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
+from picotron_ray.commands.top import top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,6 +49,7 @@ app.command("dashboard")(dashboard)
 app.command("metrics")(metrics)
 app.command("report")(story.report)
 app.command("runs")(story.runs)
+app.command("top")(top)
 app.command("checkpoint-now")(run.checkpoint_now)
 
 COMMANDS = "picotron_ray.commands"

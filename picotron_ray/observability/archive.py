@@ -5,8 +5,8 @@ A segment holds what came since the one before it. Each commit brings one, of le
 `EVENTS` events. So the number of segments grows with the logarithm of a run's length, the newest hours are
 kept as they were, and older ones the more coarsely the older they are.
 
-What goes to storage is bounded by a `Budget`, whatever the number of ranks and however often a run commits:
-where it is short, windows wait, and are thinned meanwhile.
+What goes to storage is bounded by an `ArchiveBudget`, whatever the number of ranks and however often a run
+commits: where it is short, windows wait, and are thinned meanwhile.
 
 A segment names those that it replaces, so that one which outlived its deletion is not read twice. Its bytes
 carry a digest: what is torn counts as absent.
@@ -71,7 +71,7 @@ def parse_name(key: str) -> SegmentName | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ArchiveSegment:
     """Part of a run's telemetry, oldest first.
 
     Fields:
@@ -92,7 +92,7 @@ class Segment:
         return max(ends, default=0.0)
 
 
-def bounded(segment: Segment) -> Segment:
+def bounded(segment: ArchiveSegment) -> ArchiveSegment:
     """Return a segment with at most `WINDOWS` windows and `EVENTS` events."""
     events = kept_events(segment.events, EVENTS)
     dropped = len(segment.events) - len(events)
@@ -110,15 +110,15 @@ def kept_events(events: Sequence[Mapping[str, Any]], most: int) -> tuple[Mapping
     return tuple(events[at] for at in sorted(order[:most]))
 
 
-def merged(parts: Sequence[tuple[str, Segment]]) -> Segment:
+def merged(parts: Sequence[tuple[str, ArchiveSegment]]) -> ArchiveSegment:
     """Merge segments, which come with their keys, into one."""
     windows, events = in_order(part for _, part in parts)
     slim = tuple(replace(window, slowest=window.slowest[:OLD_SLOWEST]) for window in windows)
     keys, left_out = tuple(key for key, _ in parts), sum(part.left_out for _, part in parts)
-    return bounded(Segment(slim, tuple(events), keys, left_out))
+    return bounded(ArchiveSegment(slim, tuple(events), keys, left_out))
 
 
-def in_order(parts: Iterable[Segment]) -> tuple[list[TelemetryWindow], list[Mapping[str, Any]]]:
+def in_order(parts: Iterable[ArchiveSegment]) -> tuple[list[TelemetryWindow], list[Mapping[str, Any]]]:
     """Return the windows and events of segments, oldest first; what was stored twice is there once."""
     windows: dict[Any, TelemetryWindow] = {}
     events: dict[Any, Mapping[str, Any]] = {}
@@ -156,7 +156,7 @@ def due_merge(names: Iterable[SegmentName]) -> list[SegmentName]:
 # --- bytes ----------------------------------------------------------------------------------------------
 
 
-def encode_segment(segment: Segment) -> bytes:
+def encode_segment(segment: ArchiveSegment) -> bytes:
     """Return a segment as it is stored: a digest, then compressed JSON with a column for each figure."""
     names = sorted({name for window in segment.windows for name in window.figures})
     value = {
@@ -172,7 +172,7 @@ def encode_segment(segment: Segment) -> bytes:
     return seal_bytes(json.dumps(value, separators=(",", ":")).encode())
 
 
-def decode_segment(data: bytes) -> Segment | None:
+def decode_segment(data: bytes) -> ArchiveSegment | None:
     """Read a stored segment; None where it is torn, or of another form."""
     try:
         raw = unseal_bytes(data)
@@ -200,14 +200,14 @@ def unseal_bytes(data: bytes) -> bytes | None:
         return None
 
 
-def _read(value: Mapping[str, Any]) -> Segment:
+def _read(value: Mapping[str, Any]) -> ArchiveSegment:
     columns, windows = value["figures"], []
     for at, (at_s, generation) in enumerate(zip(value["at_s"], value["generation"], strict=True)):
         figures = {name: column[at] for name, column in columns.items() if column[at] is not None}
         slowest = tuple(SlowRank(*one) for one in value["slowest"][at])
         windows.append(TelemetryWindow(at_s, generation, figures, slowest))
     events = tuple(event for event in value["events"] if isinstance(event["t"], int | float))
-    return Segment(tuple(windows), events, tuple(value["replaces"]), int(value["left_out"]))
+    return ArchiveSegment(tuple(windows), events, tuple(value["replaces"]), int(value["left_out"]))
 
 
 def _short(value: float | None) -> float | int | None:
@@ -229,7 +229,7 @@ def _slim_event(event: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "text": str(event["text"])[:EVENT_BYTES], **({"data": data} if fits else {})}
 
 
-class Budget:
+class ArchiveBudget:
     """Bytes that may go to storage: `DAY_BYTES` a day, and `BURST_BYTES` at once.
 
     So no 24 hours see more than their sum. A term that follows another one begins with what the time since

@@ -56,7 +56,7 @@ class GoodputAccount:
     >>> account = GoodputAccount(100.0)
     >>> account.generation((1, 1), 102.0, resume_step=0, reached=0)
     >>> page = {"term": 1, "n": 1, "step": 5, "phase": "forward", "step_time_s": 1.0, "step_at_s": 110.0}
-    >>> account.page(110.0, {**page, "spent_s": {"build": 3.0, "forward": 4.0, "data": 1.0}})
+    >>> account.page(110.0, {**page, "phases_s": {"build": 3.0, "forward": 4.0, "data": 1.0}})
     >>> {cause: s for cause, s in account.told(112.0)["seconds"].items() if s}
     {'steps': 6.0, 'data': 1.0, 'start': 5.0}
     """
@@ -213,8 +213,13 @@ class GoodputAccount:
         account = cls(began_s)
         account._pass(at_s, "unknown")
         account._heard_s = at_s
-        account.failures = [dict.fromkeys(FAILURE_CAUSES, 0.0) for _ in range(failures)]
+        account.follow(failures)
         return account
+
+    def follow(self, failures: int) -> None:
+        """Know of so many failures; of those that were not told, nothing is known."""
+        missing = range(failures - len(self.failures))
+        self.failures += [dict.fromkeys(FAILURE_CAUSES, 0.0) for _ in missing]
 
     # --- how seconds are given ---------------------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class GoodputAccount:
 
     def _fresh(self, page: Mapping[str, Any], passed_s: float) -> dict[str, float]:
         """Return the passed seconds by cause, as a page tells them; what it does not tell is its phase's."""
-        spent, found = page.get("spent_s") or {}, dict[str, float]()
+        spent, found = page.get("phases_s") or {}, dict[str, float]()
         for phase, seconds in spent.items():
             more = seconds - self._spent.get(phase, 0.0)
             if more > 0:

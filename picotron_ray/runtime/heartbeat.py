@@ -127,7 +127,8 @@ class PageView:
         Rank 0's says where the generation's seconds went, too.
         """
         found = {name: getattr(self, name) for name in CARRIED}
-        return {**found, **self.whereabouts(time.monotonic())} if self.rank == 0 else found
+        leads = self.term and self.rank == 0
+        return {**found, **self.whereabouts(time.monotonic())} if leads else found
 
     def whereabouts(self, now_s: float) -> dict[str, Any]:
         """Return when the newest step was finished, and the generation's seconds by phase, the present one's
@@ -135,7 +136,7 @@ class PageView:
         """
         spent = {phase: seconds for phase, seconds in zip(PHASES, self.spent_s, strict=True) if seconds}
         spent[self.phase] = spent.get(self.phase, 0.0) + max(0.0, now_s - self.phase_since_s)
-        return {"step_at_s": self.step_at_s, "spent_s": spent}
+        return {"step_at_s": self.step_at_s, "phases_s": spent}
 
     def stalled(self, now_s: float) -> bool:
         """Whether the present phase has lasted longer than its limit."""

@@ -10,6 +10,7 @@ from moto.server import ThreadedMotoServer
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.storage.run_names import run_names
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import StorageError
 from tests.support.checkpoint.s3_kit import environment, new_bucket
@@ -41,3 +42,12 @@ def test_bucket_that_does_not_exist(config: StorageConfig) -> None:
     storage = open_storage(config.model_copy(update={"url": "s3://nobody-has-this/x"}), "r1")
     with pytest.raises(StorageError, match=r"bucket nobody-has-this does not exist"):
         storage.put("x", b"")
+
+
+def test_runs_below_a_prefix_are_named(config: StorageConfig) -> None:
+    below = config.model_copy(update={"url": f"{config.url.rstrip('/')}/{uuid.uuid4().hex}"})
+    for run in ("b-run", "a-run"):
+        open_storage(below, run).put("chunks/aa/one", b"x")
+        open_storage(below, run).put("run.json", b"{}")
+    assert run_names(below) == ["a-run", "b-run"]
+    assert run_names(below.model_copy(update={"url": f"{below.url}/none"})) == []

@@ -15,7 +15,7 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.errors import StorageError
-from picotron_ray.observability.archive import EVENTS, WINDOWS, Segment, kept_events
+from picotron_ray.observability.archive import EVENTS, WINDOWS, ArchiveSegment, kept_events
 from picotron_ray.observability.rank_table import RankTable
 from picotron_ray.observability.windows import TelemetryWindow, thinned
 from picotron_ray.runtime.run_storage.telemetry_archive import ArchiveWriter
@@ -130,7 +130,7 @@ class ArchiveKeeper:
         self._take_events(self._writer.newest_s(now_s))
         with self._changed:
             windows = list(self._windows)
-        segment = Segment(tuple(windows), self._waiting, left_out=self._left_out)
+        segment = ArchiveSegment(tuple(windows), self._waiting, left_out=self._left_out)
         if self._writer.put(segment, now_s, last):
             with self._changed:
                 del self._windows[: self._stored(windows)]

@@ -248,7 +248,7 @@ class RunTelemetry:
         self._memory = memory
         if self._archive is not None and isinstance(event, Begin):
             self._archive.begin(event.term)
-        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
+        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit" and event.seq:
             self._archive.keep()
 
     def judged(self, alerts: AlertService) -> RunTelemetry:

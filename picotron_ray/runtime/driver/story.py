@@ -1,4 +1,4 @@
-"""What storage tells of runs, put together for people: the report of one, the list of all, differences."""
+"""Report of a run, made of what its storage tells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from picotron_ray.observability.archive import Segment, in_order
+from picotron_ray.observability.archive import ArchiveSegment, in_order
 from picotron_ray.observability.report.page import duration, report_page
 from picotron_ray.runtime.driver.find_stored import find_stored_run
 from picotron_ray.runtime.run_storage.run_account import failure_seconds, run_account
@@ -14,14 +14,14 @@ from picotron_ray.runtime.run_storage.stored_run import StoredRun
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StoredReport:
     """Report of a run: its account, and the page."""
 
     account: dict[str, Any]
     page: str
 
 
-def report(word: str) -> Report:
+def report(word: str) -> StoredReport:
     """Make the report of the run that ``word`` names (`find_stored.find_storage`).
 
     Raises:
@@ -31,13 +31,15 @@ def report(word: str) -> Report:
     run = find_stored_run(word)
     account = run_account(run)
     curve = [(one.step, one.at_s, one.loss) for one in run.steps]
-    return Report(account, report_page(account, run.config, curve, run_events(run), run.telemetry.windows))
+    return StoredReport(
+        account, report_page(account, run.config, curve, run_events(run), run.telemetry.windows)
+    )
 
 
 def run_events(run: StoredRun) -> list[dict[str, Any]]:
     """Return the events of a run that its archive and its record have, oldest first."""
     recorded = tuple(run.facts.events) if run.facts is not None else ()
-    _, events = in_order((Segment((), run.telemetry.events), Segment((), recorded)))
+    _, events = in_order((ArchiveSegment((), run.telemetry.events), ArchiveSegment((), recorded)))
     return [dict(event) for event in events]
 
 

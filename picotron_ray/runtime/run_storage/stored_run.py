@@ -65,7 +65,7 @@ class Vitals:
 
 @dataclass(slots=True)
 class StoredRun:
-    """What storage holds of a run.
+    """Contents of a run's storage, as far as they explain it.
 
     Fields:
         config: of its newest launch, without secrets.

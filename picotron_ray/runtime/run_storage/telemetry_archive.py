@@ -18,7 +18,7 @@ import numpy as np
 from picotron_ray.checkpoint.storage.base import Storage, get_bounded
 from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.observability import archive
-from picotron_ray.observability.archive import Budget, Segment, SegmentName
+from picotron_ray.observability.archive import ArchiveBudget, ArchiveSegment, SegmentName
 from picotron_ray.observability.rank_table import COLUMNS, RankTable
 from picotron_ray.observability.windows import TelemetryWindow
 
@@ -42,10 +42,10 @@ class ArchiveWriter:
         self._storage, self._term, self._is_newest = storage, term, is_newest
         self._names: set[SegmentName] | None = None  # None: not known, or not any more
         self._older: set[str] = set()  # tables of ranks of earlier terms
-        self._budget: Budget | None = None
+        self._budget: ArchiveBudget | None = None
         self._number, self._ranks_due_s = 0, float("-inf")
 
-    def put(self, segment: Segment, now_s: float, last: bool = False) -> bool:
+    def put(self, segment: ArchiveSegment, now_s: float, last: bool = False) -> bool:
         """Store a segment; False where the budget does not allow it yet: it is to be given again, with more.
 
         Full levels are merged first, so that the number of objects stays bounded.
@@ -90,7 +90,7 @@ class ArchiveWriter:
                 self._storage.delete(key)
             self._older = set()
 
-    def _known(self, now_s: float) -> tuple[set[SegmentName], Budget]:
+    def _known(self, now_s: float) -> tuple[set[SegmentName], ArchiveBudget]:
         if self._names is None or self._budget is None:
             listed = list(self._storage.list(archive.PREFIX))
             mine = f"{RANKS}{self._term:06d}.zst"
@@ -98,7 +98,9 @@ class ArchiveWriter:
             found = {archive.parse_name(one.key) for one in listed}
             names = {name for name in found if name is not None}
             self._number = max([self._number, *(name.number for name in names if name.term == self._term)])
-            self._budget = self._budget or Budget(now_s, max((one.mtime_s for one in listed), default=None))
+            self._budget = self._budget or ArchiveBudget(
+                now_s, max((one.mtime_s for one in listed), default=None)
+            )
             gone = archive.leftovers(names)
             if gone and self._is_newest():
                 for name in sorted(gone):
@@ -106,7 +108,7 @@ class ArchiveWriter:
             self._names = names - gone
         return self._names, self._budget
 
-    def _merge(self, part: list[SegmentName], budget: Budget, now_s: float, last: bool) -> bool:
+    def _merge(self, part: list[SegmentName], budget: ArchiveBudget, now_s: float, last: bool) -> bool:
         """Merge segments into one of the next level; False where the budget does not allow it yet."""
         assert self._names is not None
         found = [(name.key, _read_segment(self._storage, name.key)) for name in part]
@@ -120,7 +122,7 @@ class ArchiveWriter:
         return True
 
     def _store(
-        self, level: int, at_ms: int, segment: Segment, budget: Budget, now_s: float, last: bool
+        self, level: int, at_ms: int, segment: ArchiveSegment, budget: ArchiveBudget, now_s: float, last: bool
     ) -> bool:
         assert self._names is not None
         data = archive.encode_segment(segment)
@@ -134,11 +136,11 @@ class ArchiveWriter:
         return True
 
 
-def _unreplaced(found: Iterable[tuple[str, Segment]]) -> list[tuple[str, Segment]]:
+def _unreplaced(found: Iterable[tuple[str, ArchiveSegment]]) -> list[tuple[str, ArchiveSegment]]:
     """Leave out segments that others replace, and one that replaces what another one before it does."""
     known = list(found)
     gone = {key for _, segment in known for key in segment.replaces}
-    kept: list[tuple[str, Segment]] = []
+    kept: list[tuple[str, ArchiveSegment]] = []
     taken: set[str] = set()
     for key, segment in known:
         if key not in gone and taken.isdisjoint(segment.replaces):
@@ -191,7 +193,7 @@ def read_archive(storage: Storage) -> ArchivedTelemetry:
     return ArchivedTelemetry(tuple(windows), told, ranks, generation, tuple(complaints), left_out)
 
 
-def _read_segment(storage: Storage, key: str) -> Segment | None:
+def _read_segment(storage: Storage, key: str) -> ArchiveSegment | None:
     try:
         return archive.decode_segment(get_bounded(storage, key, SEGMENT_BYTES))
     except (NotFoundError, CorruptError) as error:

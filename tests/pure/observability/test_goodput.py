@@ -45,7 +45,7 @@ class World:
 
     def page(self) -> dict[str, Any]:
         known = {"term": 1, "n": self.n, "step": self.step, "step_time_s": self.step_s}
-        return {**known, "phase": self.phase, "step_at_s": self.step_at_s, "spent_s": dict(self.spent)}
+        return {**known, "phase": self.phase, "step_at_s": self.step_at_s, "phases_s": dict(self.spent)}
 
     def generation(self, resume: int, cause: str = "", build_s: float = 1.5, restore_s: float = 0.5) -> None:
         self.account.generation((1, self.n + 1), self.now_s, resume, self.step)
@@ -221,7 +221,7 @@ def test_causes_add_up_whatever_happens(seed: int) -> None:
             account.generation((1, n), now_s, step, step + draw.randint(0, 9))
         spent = {phase: draw.random() * now_s for phase in ("build", "forward", "evaluate", "data")}
         page = {"term": 1, "n": n, "step": step, "phase": draw.choice(("build", "forward", "idle"))}
-        page |= {"step_time_s": 0.3, "step_at_s": now_s + draw.uniform(-9, 9), "spent_s": spent}
+        page |= {"step_time_s": 0.3, "step_at_s": now_s + draw.uniform(-9, 9), "phases_s": spent}
         account.page(now_s + draw.uniform(-3, 0), page)
         event = draw.random()
         if event < 0.1:

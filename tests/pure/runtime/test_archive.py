@@ -12,8 +12,8 @@ import pytest
 from picotron_ray.errors import StorageFullError, StorageUnavailableError
 from picotron_ray.observability import archive
 from picotron_ray.observability.archive import (
-    Budget,
-    Segment,
+    ArchiveBudget,
+    ArchiveSegment,
     SegmentName,
     decode_segment,
     encode_segment,
@@ -47,6 +47,7 @@ def check_bounds(storage: MemoryStorage, days: float) -> None:
     assert storage.most <= MOST_OBJECTS
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("window_s", "commit_s", "ranks", "events"),
     [(60.0, 300.0, 1024, 1), pytest.param(10.0, 60.0, 16_384, 20, marks=pytest.mark.deep)],
@@ -69,6 +70,7 @@ def test_a_day_brings_at_most_10_mib(window_s: float, commit_s: float, ranks: in
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_a_week_of_many_ranks_stays_within_the_bounds_of_each_day() -> None:
     storage = MemoryStorage()
     made = live(storage, 7.0, 20.0, 120.0, 1024, 5)
@@ -90,7 +92,9 @@ def test_a_week_at_a_window_every_two_minutes_is_kept_and_bounded() -> None:
 def test_a_segment_reads_back(tmp_path: Any) -> None:
     telemetry = Telemetry(16)
     windows = tuple(telemetry.window(BEGAN_S + at) for at in range(3))
-    segment = Segment(windows, (event(BEGAN_S, 1), event(BEGAN_S + 1, 2, "error")), ("telemetry/a",), 4)
+    segment = ArchiveSegment(
+        windows, (event(BEGAN_S, 1), event(BEGAN_S + 1, 2, "error")), ("telemetry/a",), 4
+    )
     found = decode_segment(encode_segment(segment))
     assert found is not None
     assert (found.events, found.replaces, found.left_out) == (segment.events, segment.replaces, 4)
@@ -101,7 +105,7 @@ def test_a_segment_reads_back(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("torn", [b"", b"x" * 40, "cut", "flipped"])
 def test_a_torn_segment_is_none(torn: Any) -> None:
-    data = encode_segment(Segment((Telemetry(1).window(BEGAN_S),)))
+    data = encode_segment(ArchiveSegment((Telemetry(1).window(BEGAN_S),)))
     assert decode_segment(data) is not None
     bad = {"cut": data[:-5], "flipped": data[:30] + bytes([data[30] ^ 1]) + data[31:]}
     assert decode_segment(bad.get(torn, torn)) is None
@@ -114,7 +118,7 @@ def filled(count: int, newest: bool | None = True) -> tuple[MemoryStorage, Archi
     telemetry = Telemetry(4)
     for at in range(count):
         storage.now_s += 60.0
-        segment = Segment((telemetry.window(storage.now_s),), (event(storage.now_s, at),))
+        segment = ArchiveSegment((telemetry.window(storage.now_s),), (event(storage.now_s, at),))
         writer.put(segment, storage.now_s)
     return storage, writer
 
@@ -145,15 +149,15 @@ def test_segments_that_outlive_their_merge_are_not_read_twice() -> None:
     storage, writer = filled(15)
     storage.fails_to_delete = StorageUnavailableError("no answer")
     last = Telemetry(4).window(storage.now_s + 60)
-    writer.put(Segment((last,)), storage.now_s)
+    writer.put(ArchiveSegment((last,)), storage.now_s)
     with pytest.raises(StorageUnavailableError):
-        writer.put(Segment((Telemetry(4).window(storage.now_s + 120),)), storage.now_s)
+        writer.put(ArchiveSegment((Telemetry(4).window(storage.now_s + 120),)), storage.now_s)
     assert len(storage.objects) == 17
     assert len(read_archive(storage).windows) == 16
     storage.fails_to_delete = None
     later = ArchiveWriter(storage, 2, lambda: True)
     storage.now_s += 600.0
-    assert later.put(Segment((Telemetry(4).window(storage.now_s),)), storage.now_s)
+    assert later.put(ArchiveSegment((Telemetry(4).window(storage.now_s),)), storage.now_s)
     assert len(storage.objects) == 10
     assert len(read_archive(storage).windows) == 17
 
@@ -171,7 +175,7 @@ def test_a_later_term_goes_on_where_the_clock_is_behind() -> None:
     later = ArchiveWriter(storage, 2, lambda: True)
     for at in range(30):
         storage.now_s += 60
-        later.put(Segment((Telemetry(4).window(behind_s + 0.5 + 60 * at),)), storage.now_s)
+        later.put(ArchiveSegment((Telemetry(4).window(behind_s + 0.5 + 60 * at),)), storage.now_s)
     assert len(read_archive(storage).windows) == 70
 
 
@@ -182,11 +186,11 @@ def test_the_budget_of_a_day_holds_over_terms() -> None:
         storage.now_s += 30.0
         writer = ArchiveWriter(storage, term, lambda: True)
         windows = tuple(telemetry.window(storage.now_s + at / 100) for at in range(50))
-        writer.put(Segment(windows), storage.now_s)
+        writer.put(ArchiveSegment(windows), storage.now_s)
     grown = archive.DAY_BYTES * 100 * 30.0 / DAY_S
     sizes = [size for _, size in storage.puts]
     assert grown / 2 < sum(sizes) < grown + sizes[0]
-    budget = Budget(100.0)
+    budget = ArchiveBudget(100.0)
     budget.spend(archive.BURST_BYTES)
     assert budget.left(100.0) == 0
     assert budget.left(100.0 + DAY_S) == archive.BURST_BYTES

@@ -316,9 +316,9 @@ def test_seconds_of_phases_add_up_to_the_generations(tmp_path, elastic, monkeypa
     now.s += 0.25
     told = read_page(tmp_path / "w1.page").figures()
     assert told["step_at_s"] == 1e9 + 155.0
-    assert told["spent_s"] == pytest.approx(
+    assert told["phases_s"] == pytest.approx(
         {"rendezvous": 1.0, "build": 2.0, "forward": 0.75, "backward": 1.5}
     )
     page.begin(term=1, n=2, rank=1, step=0)
-    assert "spent_s" not in read_page(tmp_path / "w1.page").figures()
+    assert "phases_s" not in read_page(tmp_path / "w1.page").figures()
     assert set(read_page(tmp_path / "w1.page").spent_s) == {0.0}

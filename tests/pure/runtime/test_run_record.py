@@ -840,7 +840,7 @@ def test_the_status_says_where_the_runs_time_went(run: Run, monkeypatch: pytest.
     page |= {"eval_step": -1, "eval_loss": math.nan, "baseline_loss": 0.0, "skipped_step": -1}
     page |= {"step_time_s": 1.0, "first_step_at_s": 0.0, "step_at_s": BEGAN + 10.0}
     monkeypatch.setattr(time, "time", lambda: BEGAN + 10.0)
-    run.record.figures("node", [{**page, "spent_s": {"build": 1.0, "forward": 7.0}}])
+    run.record.figures("node", [{**page, "phases_s": {"build": 1.0, "forward": 7.0}}])
     run.tell(12.0, m.WorkerExited("b", "process died"), run.outcome("a", 7))
     run.generation(2, "a", 7, 13.0)
     monkeypatch.setattr(time, "time", lambda: BEGAN + 14.0)
@@ -869,3 +869,5 @@ def test_a_record_of_an_earlier_version_has_its_time_as_unknown(run: Run) -> Non
     status = later.status(0)
     assert status["seconds"]["unknown"] == pytest.approx(40.0)
     assert status["failures"][0]["detect_s"] == 0.0
+    later.observe(m.Tick(), [m.RunGeneration(run.spec)], BEGAN + 50.0)
+    assert len(later.status(0)["failures"]) == 1

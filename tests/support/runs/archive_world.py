@@ -10,7 +10,7 @@ import numpy as np
 
 from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.errors import NotFoundError, StorageError
-from picotron_ray.observability.archive import WINDOWS, Segment
+from picotron_ray.observability.archive import WINDOWS, ArchiveSegment
 from picotron_ray.observability.rank_table import RankTable
 from picotron_ray.observability.windows import TelemetryWindow, thinned
 from picotron_ray.runtime.run_storage.telemetry_archive import ArchiveWriter
@@ -120,9 +120,9 @@ def live(
             next_commit_s += commit_s
             told = (*told, *(event(storage.now_s, seq + at) for at in range(events)))[-512:]
             seq += events
-            if writer.put(Segment(tuple(waiting), told), storage.now_s):
+            if writer.put(ArchiveSegment(tuple(waiting), told), storage.now_s):
                 waiting, told = [], ()
             waiting = thinned(waiting, WINDOWS) if len(waiting) > 2 * WINDOWS else waiting
             writer.put_ranks(telemetry.table, "1.1", storage.now_s)
-    writer.put(Segment(tuple(waiting), told), storage.now_s, last=True)
+    writer.put(ArchiveSegment(tuple(waiting), told), storage.now_s, last=True)
     return made

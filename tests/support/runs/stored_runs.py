@@ -15,7 +15,7 @@ from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.archive import Segment
+from picotron_ray.observability.archive import ArchiveSegment
 from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.event_log.files import encode_record
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -32,7 +32,7 @@ def page(n: int, step: int, at_s: float, **spent: float) -> dict[str, Any]:
     known = {"worker": "a", "rank": 0, "term": 1, "n": n, "step": step, "phase": "forward", "tokens": 64}
     known |= {"eval_step": -1, "eval_loss": 0.0, "baseline_loss": 2.5, "skipped_step": -1, "loss": 2.0}
     known |= {"step_time_s": 1.0, "first_step_at_s": at_s, "step_at_s": at_s, "pinned_wait_s": 0.0}
-    return {**known, "spent_s": spent}
+    return {**known, "phases_s": spent}
 
 
 class Made:
@@ -97,7 +97,7 @@ class Made:
         windows = tuple(
             TelemetryWindow(BEGAN_S + at, "1.2", {**figures, "loss": 3 - at / 30}) for at in (15, 25)
         )
-        writer.put(Segment(windows, tuple(self.record.status(0)["events"])), self.now_s)
+        writer.put(ArchiveSegment(windows, tuple(self.record.status(0)["events"])), self.now_s)
 
     def finish(self) -> None:
         """End the run in order."""

@@ -102,6 +102,7 @@ def read_facts(data: dict[str, Any], began_s: float = 0.0, wall_s: float = 0.0) 
     facts.account = GoodputAccount.unseen(began_s, began_s + wall_s, len(facts.failures))
     if "account" in data:
         facts.account = GoodputAccount.read(data["account"])
+        facts.account.follow(len(facts.failures))
     return facts
 
 

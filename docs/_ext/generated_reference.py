@@ -5,6 +5,7 @@ Directives::
     ```{config-reference}   a table per section of the config, from its JSON Schema
     ```{cli-reference}      every command of ``picotron-ray`` with its arguments and options
     ```{metrics-reference}  every metric that a run serves
+    ```{alerts-reference}   every rule over telemetry
 
 A page refers to a key by the role ``confval``, as in {confval}`layout.tp`; an unknown key fails the build.
 """
@@ -22,6 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from picotron_ray.cli import app as commands
 from picotron_ray.config.json_schema import allowed, key_schemas
+from picotron_ray.observability.alerts.rules import TABLE
 from picotron_ray.observability.catalogue import CATALOGUE
 
 TOP = "Top level"
@@ -74,6 +76,25 @@ class MetricsReference(SphinxDirective):
             for metric in CATALOGUE.values()
         ]
         return [_table(("metric", "kind", "labels", "served by", "meaning"), (30, 10, 16, 12, 32), rows)]
+
+
+class AlertsReference(SphinxDirective):
+    """One row per rule of the table."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [
+            [
+                nodes.literal("", rule.name),
+                _text(rule.severity),
+                nodes.literal("", rule.figure),
+                _text(f"{rule.kind} {rule.threshold:g}" + (f", with {rule.beside}" if rule.beside else "")),
+                _text(str(rule.windows)),
+                _text(f"{rule.means}. {rule.advice}." + (" GPUs only." if rule.gpu else "")),
+            ]
+            for rule in TABLE
+        ]
+        heads = ("rule", "severity", "figure", "condition", "windows", "meaning, and what to do next")
+        return [_table(heads, (14, 8, 18, 14, 6, 40), rows)]
 
 
 def config_sections() -> dict[str, dict[str, Mapping[str, Any]]]:
@@ -151,4 +172,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("config-reference", ConfigReference)
     app.add_directive("cli-reference", CommandReference)
     app.add_directive("metrics-reference", MetricsReference)
+    app.add_directive("alerts-reference", AlertsReference)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -203,6 +203,32 @@ def bench_comm(
         _result(found, report.lines(found), json_file)
 
 
+@benchmarks.command("alerts")
+def bench_alerts(
+    folder: Annotated[Path, typer.Argument(help="of the recordings")],
+    record: Annotated[bool, typer.Option("--record", help="record clean runs there first")] = False,
+    windows: Annotated[int, typer.Option(min=100, help="of each configuration that is recorded")] = 4000,
+    seed: Annotated[int, typer.Option(help="of the recorded runs")] = 0,
+    configs: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
+    json_file: JsonFile = None,
+) -> None:
+    """False alarms of each detector on windows of clean runs; they are recorded by real runs of two workers.
+
+    Example: picotron-ray bench alerts clean --record --windows 500
+    """
+    with _reported(json_file):
+        from picotron_ray.bench.alerts import recording
+        from picotron_ray.bench.alerts.rates import lines, rates
+        from picotron_ray.runtime.driver.follow_run import without_rays_messages
+
+        if record:
+            for name in recording.chosen(configs):
+                with without_rays_messages():
+                    recording.record(name, seed, windows, folder.absolute(), _say)
+        found = rates(recording.recorded(folder))
+        _result(found, list(lines(found)), json_file)
+
+
 @benchmarks.command("initial-weights")
 def bench_initial_weights(
     config: Config,

@@ -22,7 +22,7 @@ MakeBatch = Callable[..., StepBatch]
 
 
 class Disturbance:
-    """What this process does wrong, in whatever generation it computes.
+    """Wrongs that this process does, in whatever generation it computes.
 
     Fields:
         nan: whether the next forward pass has an output that is not a number.

@@ -81,7 +81,7 @@ class AlertRuleConfig(Section):
 
 
 class AlertActConfig(Section):
-    """What the coordinator is asked to do when a rule fires.
+    """Request to the coordinator when a rule fires.
 
     Example::
 

@@ -84,7 +84,7 @@ class AlertBook:
 
     @property
     def firing(self) -> list[Finding]:
-        """What is wrong now."""
+        """Findings that hold now."""
         return [track.firing for track in self._tracks.values() if track.firing is not None]
 
     def silence(self, new: Silence, now_s: float) -> None:

@@ -16,7 +16,7 @@ LEVELS: dict[Severity, str] = {"info": "info", "warning": "warning", "critical":
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What one window shows of a rule, before it is known whether it lasts.
+    """Sign of a rule in one window, before it is known whether it lasts.
 
     Fields:
         key: axis of the layout where the rule looks at each; "": of the run.

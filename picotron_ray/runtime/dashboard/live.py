@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,8 @@ FEW = 256
 HISTORY_S = 5.0
 """Time between two looks into storage, unless a commit came."""
 ANSWER_S = 3.0
+EVENTS = 1000
+"""Newest events that are kept."""
 
 
 class LiveRun:
@@ -44,15 +47,18 @@ class LiveRun:
         self._nodes: dict[str, str] = {}  # by worker
         self._pages: dict[str, dict[str, Any]] = {}
         self._windows: dict[str, Any] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._term = 0
         self._whole_s = self._history_s = float("-inf")
         self._committed: Any = None
         self._notes: list[str] = []
 
     def look(self) -> RunFacts | None:
         """Return what is known now; None while the coordinator does not answer."""
-        status = follow_run.poll(self._coordinator, 0, ANSWER_S, self._follower)
+        status = follow_run.poll(self._coordinator, self._seen(), ANSWER_S, self._follower)
         if status is None:
             return None
+        self._hear(status)
         self._learn(status)
         self._read_history(status)
         status = {**status, "pages": self._pages, "windows": self._windows}
@@ -72,6 +78,21 @@ class LiveRun:
             notes=self._notes,
             heard_s=time.time(),
         )
+
+    def _seen(self) -> int:
+        """Number of the newest event that is known here."""
+        return int(self._events[-1]["seq"]) if self._events else 0
+
+    def _hear(self, status: dict[str, Any]) -> None:
+        """Keep the events, of which an answer has the new ones alone; a new term may number them anew."""
+        if status["term"] != self._term and not status["continues"]:
+            self._events.clear()
+        if status["term"] != self._term:
+            self._term = status["term"]
+            whole = follow_run.poll(self._coordinator, self._seen(), ANSWER_S, self._follower)
+            status["events"] = status["events"] if whole is None else whole["events"]
+        self._events += [event for event in status["events"] if event["seq"] > self._seen()]
+        status["events"] = list(self._events)
 
     def _learn(self, status: dict[str, Any]) -> None:
         """Take the members and their pages; of many, seldom."""

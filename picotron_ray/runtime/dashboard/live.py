@@ -47,6 +47,7 @@ class LiveRun:
         self._nodes: dict[str, str] = {}  # by worker
         self._pages: dict[str, dict[str, Any]] = {}
         self._windows: dict[str, Any] = {}
+        self._alerts: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._term = 0
         self._whole_s = self._history_s = float("-inf")
@@ -61,7 +62,7 @@ class LiveRun:
         self._hear(status)
         self._learn(status)
         self._read_history(status)
-        status = {**status, "pages": self._pages, "windows": self._windows}
+        status = {**status, "pages": self._pages, "windows": self._windows, "alerts": self._alerts}
         self._follow(status)
         return RunFacts(
             self.run,
@@ -106,6 +107,8 @@ class LiveRun:
             self._whole_s = time.monotonic()
             if whole is not None:
                 self._pages, self._windows = whole["pages"], whole.get("windows") or {}
+            told = follow_run.ask(self._coordinator, "alerts", timeout_s=ANSWER_S)
+            self._alerts = list((told or {}).get("firing") or ())
         self._nodes.update({worker: page.get("node", "") for worker, page in self._pages.items()})
         if len(self._nodes) > 4 * len(self._members) + FEW:
             self._nodes = {worker: self._nodes.get(worker, "") for worker in self._members}

@@ -251,8 +251,9 @@ def _memory(facts: RunFacts) -> dict[str, Any]:
 
 def findings(facts: RunFacts) -> Iterable[dict[str, Any]]:
     """Findings of any kind: open ones, failures, slow ranks, and warnings, the newest first."""
-    for one in list(facts.status.get("findings") or ())[-ROWS:]:
-        yield {"level": "warning", "text": "", **one}
+    for one in list(facts.status.get("alerts") or ())[-ROWS:]:
+        text = f"{one['rule']} ({one['where']}): {one['said']}; {one['advice']}"
+        yield {"level": one["severity"], "t": one["since_s"], "kind": "alert", "text": text}
     for one in (facts.status.get("failures") or ())[-ROWS:]:
         back = one.get("recovered_s")
         what = f"{one['kind']} of {one['target']} at step {one['step']}"

@@ -11,9 +11,16 @@ import pytest
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.dashboard import live, sources, watch
 from picotron_ray.runtime.dashboard.live import LiveRun
+from picotron_ray.runtime.dashboard.sections import findings
 from picotron_ray.runtime.dashboard.watch import Watch
 from picotron_ray.runtime.driver import follow_run
 from tests.support.runs.page_facts import store_run
+
+
+FINDING = {
+    "rule": "straggler", "where": "rank 1", "said": "it is slow", "advice": "look at its node",
+    "severity": "critical", "since_s": 7.0,
+}  # fmt: skip
 
 
 class Coordinator:
@@ -52,7 +59,8 @@ class Coordinator:
 
     def ask(self, coordinator: Any, method: str, *words: Any, timeout_s: float = 0.0) -> Any:
         self.asked.append((method, words))
-        return self.poll(coordinator, *words) if method == "status" else {}
+        told = {"status": lambda: self.poll(coordinator, *words), "alerts": lambda: {"firing": [FINDING]}}
+        return told.get(method, dict)()
 
 
 @pytest.fixture
@@ -100,6 +108,14 @@ def test_of_many_workers_all_pages_are_asked_for_seldom(coordinator: Coordinator
         assert len(facts.status["pages"]) == 4096
         assert facts.nodes[4095] == "nw1-4095"
     assert sum(what == "status" and isinstance(words, tuple) for what, words in coordinator.asked) == 1
+
+
+def test_what_fires_is_the_first_finding(run: LiveRun, coordinator: Coordinator) -> None:
+    facts = run.look()
+    assert facts is not None
+    first = next(iter(findings(facts)))
+    assert (first["level"], first["t"]) == ("critical", 7.0)
+    assert first["text"] == "straggler (rank 1): it is slow; look at its node"
 
 
 def test_a_run_that_went_back_loses_the_steps_that_are_void(run: LiveRun, coordinator: Coordinator) -> None:

@@ -16,7 +16,6 @@ from picotron_ray.runtime.dashboard.watch import Watch
 from picotron_ray.runtime.driver import follow_run
 from tests.support.runs.page_facts import store_run
 
-
 FINDING = {
     "rule": "straggler", "where": "rank 1", "said": "it is slow", "advice": "look at its node",
     "severity": "critical", "since_s": 7.0,

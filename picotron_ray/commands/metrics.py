@@ -13,21 +13,42 @@ from picotron_ray.launch import AsJson
 
 def metrics(
     grafana: Annotated[bool, typer.Option("--grafana", help="a dashboard for Grafana's import")] = False,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="recording and alerting rules for Prometheus, as YAML")
+    ] = False,
+    rule_tests: Annotated[
+        str | None,
+        typer.Option("--rule-tests", metavar="RULES", help="unit tests of the rules, which are in RULES"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every metric that a run serves, or (--grafana) a dashboard of them.
+    """Print every metric that a run serves, or what is made of them for Grafana or Prometheus.
 
-    Example: picotron-ray metrics --grafana
+    Example: picotron-ray metrics --rules
     """
+    if rules or rule_tests is not None or grafana:
+        return print(_made(grafana, rules, rule_tests, as_json))
     from picotron_ray.observability.catalogue import CATALOGUE
 
-    if grafana:
-        from picotron_ray.observability.dashboard import dashboard as made
-
-        print(json.dumps(made(), indent=None if as_json else 1))
-        return
     rows = [
         {"metric": m.name, "kind": m.kind, "labels": list(m.all_labels), "of": m.server, "means": m.help}
         for m in CATALOGUE.values()
     ]
-    table(rows, as_json)
+    return table(rows, as_json)
+
+
+def _made(grafana: bool, rules: bool, rule_tests: str | None, as_json: bool) -> str:
+    """Return the one file that is asked for."""
+    if grafana + rules + (rule_tests is not None) > 1:
+        raise typer.BadParameter("give one of --grafana, --rules and --rule-tests")
+    if grafana:
+        from picotron_ray.observability.dashboard import dashboard
+
+        return json.dumps(dashboard(), indent=None if as_json else 1)
+    import yaml
+
+    from picotron_ray.observability.alerts.prometheus_rules import prometheus_rules
+    from picotron_ray.observability.alerts.prometheus_tests import tests_of_rules
+
+    found = prometheus_rules() if rule_tests is None else tests_of_rules(rule_tests)
+    return json.dumps(found) if as_json else yaml.safe_dump(found, sort_keys=False, width=100)

@@ -40,7 +40,7 @@ COMPANIONS = {
 """Second series of a rule: metric, labels, ordinary value, value beside what is wrong."""
 
 
-def rule_tests(rules_file: str) -> dict[str, Any]:
+def tests_of_rules(rules_file: str) -> dict[str, Any]:
     """Return the tests as ``promtool test rules`` reads them.
 
     Args:

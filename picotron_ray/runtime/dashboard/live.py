@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections import deque
@@ -10,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
@@ -25,6 +25,8 @@ FEW = 256
 """Workers up to which each answer has the pages of all."""
 HISTORY_S = 5.0
 """Time between two looks into storage, unless a commit came."""
+FIRST_S = 5.0
+"""Longest wait of a first look for what storage knows."""
 ANSWER_S = 3.0
 EVENTS = 1000
 """Newest events that are kept."""
@@ -41,6 +43,8 @@ class LiveRun:
         self._follower = f"dashboard-{uuid.uuid4().hex}"
         self._config: dict[str, Any] = {}
         self._stored: StoredRun | None = None
+        self._reading: threading.Thread | None = None
+        self._past: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])  # generations, commits
         self.curves = Curves()
         self._agents = NodeScrapes()
         self._members: list[str] = []
@@ -72,7 +76,7 @@ class LiveRun:
             self._members,
             [self._nodes.get(worker, "") for worker in self._members],
             self._generations(status),
-            self._stored.commits() if self._stored else (),
+            self._past[1],
             slow_ranks=(status.get("telemetry") or {}).get("slow_ranks") or (),
             memory=self._memory(status),
             config=self._config,
@@ -126,24 +130,33 @@ class LiveRun:
             self.curves.fill([(status["eval_step"], {"eval_loss": status["eval_loss"]})])
 
     def _read_history(self, status: dict[str, Any]) -> None:
-        """Look into storage where a commit came, or it is time."""
+        """Have storage looked at where a commit came, or it is time; one that hangs keeps nothing waiting."""
         news = (status["committed"], status["generation"]) != self._committed
-        if not news and time.monotonic() - self._history_s < HISTORY_S:
+        going = self._reading is not None and self._reading.is_alive()
+        if going or (not news and time.monotonic() - self._history_s < HISTORY_S):
             return
         self._history_s, self._committed = time.monotonic(), (status["committed"], status["generation"])
+        first = self._reading is None
+        self._reading = threading.Thread(target=self._read_storage, name="history", daemon=True)
+        self._reading.start()
+        if first:
+            self._reading.join(FIRST_S)
+
+    def _read_storage(self) -> None:
+        """Read what is new in storage, on a thread of its own."""
         try:
-            if self._stored is None and self._config:
+            if self._stored is None:
                 job = JobConfig.model_validate(self._config)
                 self._stored = StoredRun(self.run, stored_run.storage_of(job), self.curves)
-            if self._stored is not None:
-                self._stored.read()
-                self._notes = self._stored.notes
-        except (StorageError, PicotronError, ValueError) as error:
-            log.debug("storage of %s: %s", self.run, error)
+            self._stored.read()
+            self._past = self._stored.generations(), self._stored.commits()
+            self._notes = self._stored.notes
+        except Exception as error:  # noqa: BLE001 (the rest of the page goes on, and says so)
+            log.debug("storage of %s", self.run, exc_info=True)
             self._notes = [f"storage: what it knows is missing here: {error}"]
 
     def _generations(self, status: dict[str, Any]) -> list[dict[str, Any]]:
-        rows = self._stored.generations() if self._stored else []
+        rows = [dict(row) for row in self._past[0]]
         began = {
             event["data"].get("generation"): event["t"]
             for event in status["events"]

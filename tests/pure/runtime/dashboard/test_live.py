@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,26 @@ def test_a_run_that_went_back_loses_the_steps_that_are_void(run: LiveRun, coordi
     facts = run.look()
     assert facts is not None
     assert facts.curves.shown("loss") == [[4, 2.0]]
+
+
+def test_storage_that_hangs_keeps_no_look_waiting(
+    run: LiveRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hangs, storage = threading.Event(), store_run(tmp_path)
+    monkeypatch.setattr(live, "FIRST_S", 0.1)
+    monkeypatch.setattr(live.JobConfig, "model_validate", lambda config: hangs.wait(20))
+    monkeypatch.setattr(live.stored_run, "storage_of", lambda job: storage)
+    began_s = time.monotonic()
+    facts = run.look()
+    assert facts is not None
+    assert time.monotonic() - began_s < 2
+    assert list(facts.generations) == []
+    hangs.set()
+    assert run._reading is not None
+    run._reading.join(10)
+    facts = run.look()
+    assert facts is not None
+    assert len(facts.generations) == 2
 
 
 def test_a_page_goes_over_to_storage_when_the_run_ends(

@@ -151,7 +151,7 @@ class LiveRun:
             self._stored.read()
             self._past = self._stored.generations(), self._stored.commits()
             self._notes = self._stored.notes
-        except Exception as error:  # noqa: BLE001 (the rest of the page goes on, and says so)
+        except Exception as error:  # the rest of the page goes on, and says so
             log.debug("storage of %s", self.run, exc_info=True)
             self._notes = [f"storage: what it knows is missing here: {error}"]
 

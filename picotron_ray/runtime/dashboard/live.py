@@ -118,9 +118,7 @@ class LiveRun:
             self._nodes = {worker: self._nodes.get(worker, "") for worker in self._members}
 
     def _follow(self, status: dict[str, Any]) -> None:
-        windows = status.get("windows") or {}
-        told = {"goodput_ratio": (windows.get("goodput_ratio") or {}).get("mean")}
-        told["mfu_ratio"] = self._agents.newest.get("mfu_ratio")
+        told = {"mfu_ratio": self._agents.newest.get("mfu_ratio"), "goodput_ratio": status.get("goodput")}
         page = self._pages.get(self._members[0], {}) if self._members else {}
         figures = {"loss": status["loss"], "grad_norm": page.get("grad_norm") or None, **told}
         if status["step"]:

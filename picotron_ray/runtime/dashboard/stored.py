@@ -78,10 +78,19 @@ class StoredRun:
             notes=self.notes,
             heard_s=self._record.get("began_s", 0.0) + self._record.get("wall_s", 0.0),
         )
-        table, generation = self._table
-        if table is not None and generation == found.status["generation"] and table.ranks == len(members):
-            found.table, found.slow_ranks = table, slow_rows(table)
+        self._add_ranks(found)
         return found
+
+    def _add_ranks(self, found: RunFacts) -> None:
+        """Add the newest ranks that the archive has: as a table, else the slowest of the newest window."""
+        table, generation = self._table
+        if table is not None:
+            found.slow_ranks, found.ranks_of = slow_rows(table), generation
+        elif self._windows and self._windows[-1].slowest:
+            newest = self._windows[-1]
+            found.slow_ranks, found.ranks_of = [one._asdict() for one in newest.slowest], newest.generation
+        if found.ranks_of == found.status["generation"]:
+            found.ranks_of, found.table = "", table
 
     def read(self) -> None:
         """Read log, ledger, record and archive."""

@@ -72,4 +72,4 @@ def _moved(grafana: bool, as_json: bool) -> None:
 
     words = "picotron-ray metrics --grafana" if grafana else "picotron-ray metrics"
     print(f"note: this is `{words}` now; `picotron-ray dashboard NAME` serves a run's page", file=sys.stderr)
-    metrics(grafana, as_json)
+    metrics(grafana=grafana, as_json=as_json)

@@ -107,10 +107,17 @@ def check_closed(told: dict[str, Any], seen: Visit) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Visit]:
-    """One Chromium for the tests of this file that a run's processes are not beside."""
+def chromium() -> Iterator[Visit]:
+    """One Chromium for this file."""
     with visit() as found:
         yield found
+
+
+@pytest.fixture
+def browser(chromium: Visit) -> Visit:
+    """Chromium as it begins."""
+    chromium.become(WIDE, "light")
+    return chromium
 
 
 @pytest.mark.timeout(300)  # the first time Chromium is installed
@@ -199,8 +206,11 @@ LIVE = {**OF_A_RUN, "#memory-rows tr": 2, "#memory-rows rect": 4, "#doors button
 
 @pytest.mark.deep
 @pytest.mark.timeout(400)
-def test_the_page_during_a_run_with_a_kill_and_from_its_storage(run: str, tmp_path: Path) -> None:
-    with served(run) as told, visit() as seen:
+def test_the_page_during_a_run_with_a_kill_and_from_its_storage(
+    browser: Visit, run: str, tmp_path: Path
+) -> None:
+    seen = browser
+    with served(run) as told:
         seen.open(told["url"])
         until(lambda: seen.count("#chart-loss .failure"), lambda: seen.text("#events"), 120)
         check_filled(seen, **LIVE)
@@ -215,7 +225,8 @@ def test_the_page_during_a_run_with_a_kill_and_from_its_storage(run: str, tmp_pa
         check_filled(seen, **OF_A_RUN)
         assert seen.count("#doors button:enabled") == 0
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere")}
-    with served(str(tmp_path / "store" / run), env=elsewhere) as told, visit(PHONE, "dark") as seen:
+    with served(str(tmp_path / "store" / run), env=elsewhere) as told:
+        seen.become(PHONE, "dark")
         seen.open(told["url"])
         check_filled(seen, **OF_A_RUN)
         assert seen.text("#state") == "cut-off"

@@ -61,6 +61,13 @@ class Visit:
         self.page.goto("about:blank")
         self.page.goto(url)
 
+    def become(self, size: tuple[int, int], scheme: str) -> None:
+        """Leave the page, and take a size and colours, with nothing heard so far."""
+        self.page.goto("about:blank")
+        self.page.set_viewport_size({"width": size[0], "height": size[1]})
+        self.page.emulate_media(color_scheme=scheme)
+        self.complaints.clear()
+
     def violations(self) -> list[str]:
         """What axe-core finds wrong, a line each."""
         from axe_playwright_python.sync_playwright import Axe
@@ -93,7 +100,7 @@ class Visit:
 
 
 @contextlib.contextmanager
-def visit(size: tuple[int, int] = WIDE, scheme: str = "light") -> Iterator[Visit]:
+def visit() -> Iterator[Visit]:
     """Start Chromium with a new, empty profile."""
     from playwright.sync_api import sync_playwright
 
@@ -104,8 +111,7 @@ def visit(size: tuple[int, int] = WIDE, scheme: str = "light") -> Iterator[Visit
             executable_path=path,
             headless=True,
             args=list(FLAGS),
-            viewport={"width": size[0], "height": size[1]},
-            color_scheme=scheme,  # type: ignore[arg-type]
+            viewport={"width": WIDE[0], "height": WIDE[1]},
         )
         page = context.pages[0] if context.pages else context.new_page()
         found = Visit(page)

@@ -91,7 +91,8 @@ def build_map(facts: RunFacts) -> dict[str, Any]:
     """Build the map's section."""
     ranks = len(facts.members)
     health, axes = health_of(facts), coordinates(facts.status.get("layout"), ranks)
-    slow = {row["rank"]: row["ratio"] for row in facts.slow_ranks if row.get("ratio")}
+    told = () if facts.ranks_of else facts.slow_ranks
+    slow = {row["rank"]: row["ratio"] for row in told if row.get("ratio")}
     nodes = list(dict.fromkeys(facts.nodes))
     of_node = {name: at for at, name in enumerate(nodes)}
     groups = [[rank] for rank in range(ranks)]

@@ -7,6 +7,7 @@ it void: the run has gone back. Beyond `MOST` points a curve keeps every other o
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ SHOWN = 600
 
 
 class Curves:
-    """Figures by step.
+    """Figures by step; any thread may call its methods.
 
     >>> curves = Curves()
     >>> curves.add(1, {"loss": 3.0})
@@ -27,39 +28,45 @@ class Curves:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._points: dict[str, dict[int, float]] = {}
         self._last = -1
 
     def add(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Take the newest step's figures; those that are not finite are left out."""
-        if step < self._last:
-            self._go_back(step)
-        self._last = max(step, self._last if step >= self._last else step)
-        self.fill([(step, figures)])
+        with self._lock:
+            if step < self._last:
+                self._go_back(step)
+            self._last = step
+            self.fill([(step, figures)])
 
     def fill(self, rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> None:
         """Take figures of steps that are known to count, in any order."""
         for step, figures in rows:
-            for name, value in figures.items():
-                if value is not None and math.isfinite(value):
-                    self._points.setdefault(name, {})[step] = float(value)
-        for name, points in self._points.items():
-            if len(points) > MOST:
-                self._points[name] = dict(sorted(points.items())[-1::-2][::-1])
+            with self._lock:
+                for name, value in figures.items():
+                    if value is not None and math.isfinite(value):
+                        self._take(name, step, float(value))
+
+    def _take(self, name: str, step: int, value: float) -> None:
+        points = self._points.setdefault(name, {})
+        points[step] = value
+        if len(points) > MOST:
+            self._points[name] = dict(sorted(points.items())[-1::-2][::-1])
 
     def _go_back(self, step: int) -> None:
-        self._last = step
         for name, points in self._points.items():
             self._points[name] = {at: value for at, value in points.items() if at <= step}
 
     def all(self, name: str) -> list[tuple[int, float]]:
         """Return all points that are held of a figure, by step."""
-        return sorted(self._points.get(name, {}).items())
+        with self._lock:
+            return sorted(self._points.get(name, {}).items())
 
     def newest(self, name: str) -> float | None:
         """Return the newest value of a figure; None where there is none."""
-        points = self._points.get(name)
-        return points[max(points)] if points else None
+        points = self.all(name)
+        return points[-1][1] if points else None
 
     def shown(self, name: str, most: int = SHOWN) -> list[list[float]]:
         """Return at most ``most`` points of a figure: of each stretch of steps the least and the largest."""

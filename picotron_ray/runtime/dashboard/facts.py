@@ -23,7 +23,8 @@ class RunFacts:
             from_s and to_s since the epoch, null where they are not known.
         commits: newest ones, oldest first: step, at_s, bytes, commit_s, stall_s.
         slow_ranks: rows of `RankTable`, the slowest first.
-        table: rows of all ranks, where storage has them.
+        ranks_of: generation whose ranks they are, where that is not the newest one; else "".
+        table: rows of all ranks of the newest generation, where storage has them.
         memory: what agents tell of memory and GPUs (`agent_figures`).
         config: of the newest launch, without secrets.
         notes: what could not be read, a line each.
@@ -38,6 +39,7 @@ class RunFacts:
     generations: Sequence[dict[str, Any]] = ()
     commits: Sequence[dict[str, Any]] = ()
     slow_ranks: Sequence[dict[str, Any]] = ()
+    ranks_of: str = ""
     table: RankTable | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
@@ -24,7 +25,11 @@ FEW = 256
 """Workers up to which each answer has the pages of all."""
 HISTORY_S = 5.0
 """Time between two looks into storage, unless a commit came."""
+FIRST_S = 5.0
+"""Longest wait of a first look for what storage knows."""
 ANSWER_S = 3.0
+EVENTS = 1000
+"""Newest events that are kept."""
 
 
 class LiveRun:
@@ -38,24 +43,30 @@ class LiveRun:
         self._follower = f"dashboard-{uuid.uuid4().hex}"
         self._config: dict[str, Any] = {}
         self._stored: StoredRun | None = None
+        self._reading: threading.Thread | None = None
+        self._past: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])  # generations, commits
         self.curves = Curves()
         self._agents = NodeScrapes()
         self._members: list[str] = []
         self._nodes: dict[str, str] = {}  # by worker
         self._pages: dict[str, dict[str, Any]] = {}
         self._windows: dict[str, Any] = {}
+        self._alerts: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._term = 0
         self._whole_s = self._history_s = float("-inf")
         self._committed: Any = None
         self._notes: list[str] = []
 
     def look(self) -> RunFacts | None:
         """Return what is known now; None while the coordinator does not answer."""
-        status = follow_run.poll(self._coordinator, 0, ANSWER_S, self._follower)
+        status = follow_run.poll(self._coordinator, self._seen(), ANSWER_S, self._follower)
         if status is None:
             return None
+        self._hear(status)
         self._learn(status)
         self._read_history(status)
-        status = {**status, "pages": self._pages, "windows": self._windows}
+        status = {**status, "pages": self._pages, "windows": self._windows, "alerts": self._alerts}
         self._follow(status)
         return RunFacts(
             self.run,
@@ -65,13 +76,28 @@ class LiveRun:
             self._members,
             [self._nodes.get(worker, "") for worker in self._members],
             self._generations(status),
-            self._stored.commits() if self._stored else (),
+            self._past[1],
             slow_ranks=(status.get("telemetry") or {}).get("slow_ranks") or (),
             memory=self._memory(status),
             config=self._config,
             notes=self._notes,
             heard_s=time.time(),
         )
+
+    def _seen(self) -> int:
+        """Number of the newest event that is known here."""
+        return int(self._events[-1]["seq"]) if self._events else 0
+
+    def _hear(self, status: dict[str, Any]) -> None:
+        """Keep the events, of which an answer has the new ones alone; a new term may number them anew."""
+        if status["term"] != self._term and not status["continues"]:
+            self._events.clear()
+        if status["term"] != self._term:
+            self._term = status["term"]
+            whole = follow_run.poll(self._coordinator, self._seen(), ANSWER_S, self._follower)
+            status["events"] = status["events"] if whole is None else whole["events"]
+        self._events += [event for event in status["events"] if event["seq"] > self._seen()]
+        status["events"] = list(self._events)
 
     def _learn(self, status: dict[str, Any]) -> None:
         """Take the members and their pages; of many, seldom."""
@@ -85,14 +111,14 @@ class LiveRun:
             self._whole_s = time.monotonic()
             if whole is not None:
                 self._pages, self._windows = whole["pages"], whole.get("windows") or {}
+            told = follow_run.ask(self._coordinator, "alerts", timeout_s=ANSWER_S)
+            self._alerts = list((told or {}).get("firing") or ())
         self._nodes.update({worker: page.get("node", "") for worker, page in self._pages.items()})
         if len(self._nodes) > 4 * len(self._members) + FEW:
             self._nodes = {worker: self._nodes.get(worker, "") for worker in self._members}
 
     def _follow(self, status: dict[str, Any]) -> None:
-        windows = status.get("windows") or {}
-        told = {"goodput_ratio": (windows.get("goodput_ratio") or {}).get("mean")}
-        told["mfu_ratio"] = self._agents.newest.get("mfu_ratio")
+        told = {"mfu_ratio": self._agents.newest.get("mfu_ratio"), "goodput_ratio": status.get("goodput")}
         page = self._pages.get(self._members[0], {}) if self._members else {}
         figures = {"loss": status["loss"], "grad_norm": page.get("grad_norm") or None, **told}
         if status["step"]:
@@ -102,24 +128,33 @@ class LiveRun:
             self.curves.fill([(status["eval_step"], {"eval_loss": status["eval_loss"]})])
 
     def _read_history(self, status: dict[str, Any]) -> None:
-        """Look into storage where a commit came, or it is time."""
+        """Have storage looked at where a commit came, or it is time; one that hangs keeps nothing waiting."""
         news = (status["committed"], status["generation"]) != self._committed
-        if not news and time.monotonic() - self._history_s < HISTORY_S:
+        going = self._reading is not None and self._reading.is_alive()
+        if going or (not news and time.monotonic() - self._history_s < HISTORY_S):
             return
         self._history_s, self._committed = time.monotonic(), (status["committed"], status["generation"])
+        first = self._reading is None
+        self._reading = threading.Thread(target=self._read_storage, name="history", daemon=True)
+        self._reading.start()
+        if first:
+            self._reading.join(FIRST_S)
+
+    def _read_storage(self) -> None:
+        """Read what is new in storage, on a thread of its own."""
         try:
-            if self._stored is None and self._config:
+            if self._stored is None:
                 job = JobConfig.model_validate(self._config)
                 self._stored = StoredRun(self.run, stored_run.storage_of(job), self.curves)
-            if self._stored is not None:
-                self._stored.read()
-                self._notes = self._stored.notes
-        except (StorageError, PicotronError, ValueError) as error:
-            log.debug("storage of %s: %s", self.run, error)
+            self._stored.read()
+            self._past = self._stored.generations(), self._stored.commits()
+            self._notes = self._stored.notes
+        except Exception as error:  # the rest of the page goes on, and says so
+            log.debug("storage of %s", self.run, exc_info=True)
             self._notes = [f"storage: what it knows is missing here: {error}"]
 
     def _generations(self, status: dict[str, Any]) -> list[dict[str, Any]]:
-        rows = self._stored.generations() if self._stored else []
+        rows = [dict(row) for row in self._past[0]]
         began = {
             event["data"].get("generation"): event["t"]
             for event in status["events"]

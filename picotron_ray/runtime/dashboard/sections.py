@@ -14,7 +14,7 @@ from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.observability.rank_table import WAITING
 from picotron_ray.runtime.dashboard.analysis import predicted_memory, stated_peak
-from picotron_ray.runtime.dashboard.cells import HEALTH, build_map, coordinates, health_of, short
+from picotron_ray.runtime.dashboard.cells import HEALTH, SLOW, build_map, coordinates, health_of, short
 from picotron_ray.runtime.dashboard.curves import goodput, thinned
 from picotron_ray.runtime.dashboard.doors import offered
 from picotron_ray.runtime.dashboard.facts import RunFacts
@@ -89,8 +89,8 @@ def _head(facts: RunFacts) -> dict[str, Any]:
         stated = stated_peak(facts.config, len(facts.members))
         told, rate = facts.memory.get("mfu_ratio"), status.get("tokens_per_s")
         found["mfu_ratio"] = rate * stated[0] if stated and rate else told
-    if found["goodput_ratio"] is None:
-        found["goodput_ratio"] = status.get("goodput") or _goodput(facts)
+    known = status.get("goodput") or facts.curves.newest("goodput_ratio") or _goodput(facts)
+    found["goodput_ratio"] = known or found["goodput_ratio"]
     found["lag_steps"] = max(0, (status.get("step") or 0) - (status.get("committed") or 0))
     found["ranks"] = len(facts.members)
     return {**found, "source": facts.source, "heard_s": facts.heard_s, "notes": list(facts.notes)[:8]}
@@ -172,8 +172,9 @@ def _ranks(facts: RunFacts) -> dict[str, Any]:
         "waiting": list(WAITING),
         "mean_s": told or mean,
         "waits_seen": telemetry.get("waits_seen", True),
-        "slow": [{**_place(facts, row["rank"]), **_seconds(row)} for row in facts.slow_ranks],
+        "slow": [{**_place(facts, row["rank"], facts.ranks_of), **_seconds(row)} for row in facts.slow_ranks],
         "steps": telemetry.get("steps"),
+        "of": facts.ranks_of or facts.status.get("generation"),
         "health": list(HEALTH),
     }
 
@@ -184,8 +185,9 @@ def _seconds(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "phase_s": [row.get(f"{phase}_s") for phase in STEP_PHASES]}
 
 
-def _place(facts: RunFacts, rank: int) -> dict[str, Any]:
-    known = 0 <= rank < len(facts.members)
+def _place(facts: RunFacts, rank: int, generation: str = "") -> dict[str, Any]:
+    """Worker and node of a rank; not known of another generation than the newest."""
+    known = 0 <= rank < len(facts.members) and generation in ("", facts.status.get("generation"))
     return {
         "worker": facts.members[rank] if known else "",
         "node": short(facts.nodes[rank]) if known and facts.nodes[rank] else "",
@@ -251,8 +253,9 @@ def _memory(facts: RunFacts) -> dict[str, Any]:
 
 def findings(facts: RunFacts) -> Iterable[dict[str, Any]]:
     """Findings of any kind: open ones, failures, slow ranks, and warnings, the newest first."""
-    for one in list(facts.status.get("findings") or ())[-ROWS:]:
-        yield {"level": "warning", "text": "", **one}
+    for one in list(facts.status.get("alerts") or ())[-ROWS:]:
+        text = f"{one['rule']} ({one['where']}): {one['said']}; {one['advice']}"
+        yield {"level": one["severity"], "t": one["since_s"], "kind": "alert", "text": text}
     for one in (facts.status.get("failures") or ())[-ROWS:]:
         back = one.get("recovered_s")
         what = f"{one['kind']} of {one['target']} at step {one['step']}"
@@ -261,7 +264,7 @@ def findings(facts: RunFacts) -> Iterable[dict[str, Any]]:
         )
         yield {"level": "error" if back is None else "warning", "kind": "failure", "text": f"{what}: {after}"}
     for row in list(facts.slow_ranks)[:4]:
-        if (row.get("ratio") or 0.0) >= 1.2:
+        if (row.get("ratio") or 0.0) >= SLOW:
             text = f"rank {row['rank']} takes {row['ratio']:.2f} times the median's own seconds"
             yield {
                 "level": "warning",

@@ -115,7 +115,8 @@ def serve(word: str, page: ServedPage, ready: Callable[[], None]) -> None:
     closer = threading.Thread(target=_tell_end, args=(server, routes), daemon=True)
     closer.start()
     try:
-        server.run(sockets=[page.listener])
+        with contextlib.suppress(KeyboardInterrupt):  # the server has ended by then
+            server.run(sockets=[page.listener])
     finally:
         routes.closing = True
         watch.close()

@@ -14,7 +14,7 @@ from picotron_ray.runtime.coordinator.event_log.files import decode_record
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.history import MOST_COMMITS, MOST_GENERATIONS, History
-from picotron_ray.runtime.run_storage.life_sign import SILENT_S
+from picotron_ray.runtime.run_storage.life_sign import seems_alive
 from picotron_ray.runtime.run_storage.run_json import newest_config
 from picotron_ray.runtime.run_storage.run_store import RECORDS
 from picotron_ray.runtime.run_storage.telemetry_archive import read_archive
@@ -78,10 +78,19 @@ class StoredRun:
             notes=self.notes,
             heard_s=self._record.get("began_s", 0.0) + self._record.get("wall_s", 0.0),
         )
-        table, generation = self._table
-        if table is not None and generation == found.status["generation"] and table.ranks == len(members):
-            found.table, found.slow_ranks = table, slow_rows(table)
+        self._add_ranks(found)
         return found
+
+    def _add_ranks(self, found: RunFacts) -> None:
+        """Add the newest ranks that the archive has: as a table, else the slowest of the newest window."""
+        table, generation = self._table
+        if table is not None:
+            found.slow_ranks, found.ranks_of = slow_rows(table), generation
+        elif self._windows and self._windows[-1].slowest:
+            newest = self._windows[-1]
+            found.slow_ranks, found.ranks_of = [one._asdict() for one in newest.slowest], newest.generation
+        if found.ranks_of == found.status["generation"]:
+            found.ranks_of, found.table = "", table
 
     def read(self) -> None:
         """Read log, ledger, record and archive."""
@@ -190,21 +199,11 @@ class StoredRun:
             state = str(summary["status"])
             detail = str(summary.get("detail") or "")
             return {"state": state, "done": True, "detail": detail}
-        if self._lives(term):
+        if seems_alive(self.storage, term, time.time()):
             text = "its coordinator signs in storage; this page asks storage alone"
             return {"state": "elsewhere", "done": False, "detail": text}
         text = "its last launch left no summary; launch it again to go on from its newest commit"
         return {"state": "cut-off", "done": True, "detail": text}
-
-    def _lives(self, term: int) -> bool:
-        """Whether the newest term's coordinator signed of late. Nothing is written, unlike by a launch."""
-        key = f"life/{term:06d}.json"
-        listed = [entry for entry in self.storage.list(key) if entry.key == key]
-        try:
-            ended = bool(get_json(self.storage, key)["ended"]) if listed else True
-        except (NotFoundError, CorruptError, KeyError):
-            ended = False
-        return not ended and time.time() - listed[0].mtime_s < SILENT_S
 
 
 def slow_rows(table: RankTable) -> list[dict[str, Any]]:

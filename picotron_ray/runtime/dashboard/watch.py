@@ -15,6 +15,7 @@ from picotron_ray.runtime.dashboard.live import LiveRun
 from picotron_ray.runtime.dashboard.log_tail import LogTail
 from picotron_ray.runtime.dashboard.sections import build, encode
 from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.driver import follow_run
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -136,6 +137,7 @@ class Watch:
             return
         source.close()
         self._source = stored
+        follow_run.disconnect()  # of a Ray that has gone its client would end this process
 
     def _tell(self, problem: str) -> None:
         self._problem = problem[:300]

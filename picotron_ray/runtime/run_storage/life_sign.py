@@ -140,16 +140,40 @@ def newest_life(storage: Storage) -> Life | None:
         said = get_json(storage, key)
         if said["ended"]:
             return None
-        return Life(
-            **{name: said[name] for name in ("term", "beat", "ended", "session", "address")},
-            machine=ProcessSpace(**said["machine"]),
-            process=Process(**said["process"]),
-            raylet=Process(**said["raylet"]),
-            age_s=max(clock_s(storage) - listed[0].mtime_s, 0.0),
-        )
+        return _read(said, clock_s(storage) - listed[0].mtime_s)
     except (NotFoundError, CorruptError, KeyError, TypeError) as error:
         log.warning("the sign of life %s cannot be read: %s", key, error)
         return _unknown(storage, claim, listed[0], beat=int(listed[0].mtime_s * 1000))
+
+
+def _read(said: dict[str, Any], age_s: float) -> Life:
+    """Read a sign; KeyError or TypeError where it is none."""
+    return Life(
+        **{name: said[name] for name in ("term", "beat", "ended", "session", "address")},
+        machine=ProcessSpace(**said["machine"]),
+        process=Process(**said["process"]),
+        raylet=Process(**said["raylet"]),
+        age_s=max(age_s, 0.0),
+    )
+
+
+def seems_alive(storage: Storage, term: int, now_s: float) -> bool:
+    """Whether a term's coordinator seems to live, for those who only look: nothing is written.
+
+    Args:
+        now_s: seconds since the epoch by this machine's clock, which stands for the storage's.
+    """
+    key = _key(term)
+    listed = [entry for entry in storage.list(key) if entry.key == key]
+    if not listed:
+        return False
+    age_s = now_s - listed[0].mtime_s
+    try:
+        said = get_json(storage, key)
+        seen = "dead" if said["ended"] else _read(said, age_s).seen_here()
+    except (NotFoundError, CorruptError, KeyError, TypeError):
+        seen = ""
+    return seen == "alive" or (not seen and age_s < SILENT_S)
 
 
 def _unsigned(storage: Storage, claim: Entry) -> Life | None:

@@ -74,7 +74,7 @@ export class Chart {
       const x = this.x(mark.step);
       svg.append(s("g", { class: mark.kind === "failure" ? "failure" : "generation" },
         s("line", { class: "mark", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }),
-        s("text", { x, y: 10, "text-anchor": "middle" }, mark.kind === "failure" ? "!" : "▸"),
+        s("text", { x: mark.kind === "failure" ? x - 5 : x + 5, y: 10, "text-anchor": "middle" }, mark.kind === "failure" ? "!" : "▸"),
         s("title", {}, `step ${mark.step}: ${mark.text}`)));
     }
     svg.append(s("path", { class: "curve", d: this.points.map((p, i) => `${i ? "L" : "M"}${this.x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("") }));

@@ -55,7 +55,7 @@ export function ranks(d) {
   const mean = d.phases.map((phase) => d.mean_s[phase] ?? 0);
   const total = mean.reduce((a, b) => a + b, 0);
   at("ranks-said").textContent = !total ? "No round of telemetry is known (telemetry.interval_s)."
-    : `Mean step ${seconds(total)}: ${d.phases.map((p, i) => [p, mean[i]]).filter(([, v]) => v > 0.005 * total).sort((a, b) => b[1] - a[1]).map(([p, v]) => `${p} ${Math.round((100 * v) / total)} %`).join(", ")}.${d.waits_seen ? "" : " Waits inside passes are not told from computing here, so nobody is known to be slow."}`;
+    : `Generation ${d.of ?? DASH}: mean step ${seconds(total)}: ${d.phases.map((p, i) => [p, mean[i]]).filter(([, v]) => v > 0.005 * total).sort((a, b) => b[1] - a[1]).map(([p, v]) => `${p} ${Math.round((100 * v) / total)} %`).join(", ")}.${d.waits_seen ? "" : " Waits inside passes are not told from computing here, so nobody is known to be slow."}`;
   put("phase-legend", ...d.phases.map((phase, place) => swatch(colour(place), d.waiting.includes(phase) ? `${phase} (waits)` : phase)));
   const most = Math.max(0, ...d.slow.map((row) => row.phase_s.reduce((a, b) => a + (b ?? 0), 0)));
   put("slow-rows", ...d.slow.map((row) => cells(row.rank, row.worker, row.node || DASH, row.ratio ? row.ratio.toFixed(2) : DASH,

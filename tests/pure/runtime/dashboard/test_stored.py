@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.run_log import SCHEMA
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.dashboard import history, sources
@@ -14,6 +19,8 @@ from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.history import History
 from picotron_ray.runtime.dashboard.sections import build
 from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.ray_cluster import processes
+from picotron_ray.runtime.run_storage import life_sign
 from tests.support.runs.page_facts import store_run
 
 
@@ -73,6 +80,36 @@ def test_of_a_long_ledger_some_segments_are_read_and_the_newest(
     found.look()
     found.look()
     assert [key for key in read if key.startswith("ledger/")] == ["ledger/1-2-11-20.jsonl"]
+
+
+def sign(storage: LocalStorage, process: int, ended: str = "", host: str = "", **more: Any) -> None:
+    """Sign as the coordinator of term 1."""
+    space = life_sign.this_space()
+    machine = {**asdict(space), "host": host or space.host}
+    gone = {"pid": 1 << 30, "started": "0"}
+    own = {"pid": process, "started": processes.started(process) or "0"} if process else gone
+    said = {"term": 1, "beat": 1, "ended": ended, "session": "", "address": "", "machine": machine}
+    storage.put("life/000001.json", json.dumps({**said, "process": own, "raylet": gone}).encode())
+
+
+def test_a_run_that_goes_on_elsewhere_is_told_from_a_dead_one(tmp_path: Path) -> None:
+    storage = store_run(tmp_path)
+
+    def state() -> str:
+        return str(StoredRun("told", storage).look().status["state"])
+
+    sign(storage, os.getpid(), host="another-machine")
+    assert state() == "elsewhere"  # heard of a moment ago
+    sign(storage, 0)
+    assert state() == "cut-off"  # its processes are gone from this machine
+    sign(storage, os.getpid())
+    assert state() == "elsewhere"
+    old = time.time() - 2 * life_sign.SILENT_S
+    sign(storage, os.getpid(), host="another-machine")
+    os.utime(tmp_path / "told" / "life" / "000001.json", (old, old))
+    assert state() == "cut-off"  # silent for too long
+    sign(storage, os.getpid(), ended="stopped")
+    assert state() == "cut-off"
 
 
 @pytest.mark.parametrize("word", ["Nobody", "nobody-at-all", "./no/such/run", "s3:/x", "ftp://host/runs/a"])

@@ -18,7 +18,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.observability.archive import Segment, decode_segment, encode_segment
+from picotron_ray.observability.archive import ArchiveSegment, decode_segment, encode_segment
 from picotron_ray.observability.host import Host
 from picotron_ray.observability.windows import TelemetryWindow, known, run_figures, window_of_round
 from picotron_ray.runtime.coordinator.telemetry import Round
@@ -143,7 +143,7 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
             take_down(local, coordinator)
     found = list(_with_losses(recorder.found, folder / "trackers" / name / "metrics.jsonl", job))
     file = folder / f"{name}-{seed}{SUFFIX_OF_WINDOWS}"
-    file.write_bytes(encode_segment(Segment(tuple(found))))
+    file.write_bytes(encode_segment(ArchiveSegment(tuple(found))))
     say(f"{name}: {len(found)} windows of {STEPS} steps, {file.stat().st_size / 1024:.0f} KiB")
     return file
 

@@ -246,10 +246,13 @@ class RunTelemetry:
             memory: of the machine, which knows the devices; None: MFU is not told.
         """
         self._memory = memory
-        if self._archive is not None and isinstance(event, Begin):
-            self._archive.begin(event.term)
-        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit" and event.seq:
-            self._archive.keep()
+        archive = self._archive
+        if archive is None:
+            return
+        if isinstance(event, Begin):
+            archive.begin(event.term)
+        elif isinstance(event, Appended) and event.kind == "commit" and event.seq:
+            archive.keep()
 
     def judged(self, alerts: AlertService) -> RunTelemetry:
         """Have windows judged by rules; returns this object."""

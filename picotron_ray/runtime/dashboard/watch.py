@@ -14,7 +14,7 @@ from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.live import LiveRun
 from picotron_ray.runtime.dashboard.log_tail import LogTail
 from picotron_ray.runtime.dashboard.sections import build, encode
-from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.dashboard.stored import StoredSource
 from picotron_ray.runtime.driver import follow_run
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Watch:
             ConfigError: there is no such run.
         """
         self.word = word
-        self._source: LiveRun | StoredRun = sources.find(word)
+        self._source: LiveRun | StoredSource = sources.find(word)
         self.run = self._source.run
         self.board = Board()
         self.facts: RunFacts | None = None

@@ -14,7 +14,8 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.adaptation_launch import carried
 from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.adaptation import judge, waits_until
-from picotron_ray.coordinator.policies.balance import rows_for
+from picotron_ray.coordinator.policies.balance import _fits, rows_for
+from picotron_ray.coordinator.policies.suggestions import Scene
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
@@ -265,20 +266,14 @@ def test_a_change_that_is_taken_back_gives_rows_to_whom_they_were_shared_out() -
     assert carried(memory, ReadyPlan(uneven, 0.0, "x"), members).layout.replica_rows == ()
 
 
-def test_rows_by_speed_keep_within_the_memory_that_the_job_allows() -> None:
-    job = rows_job(model__hidden_size=64, data__sequence_length=128)
-    running = Layout(dp=4, micro_batch=6)
-    allowed = 1.02 * memory_estimate(job, running).total_bytes / 2**30
-    there = AdaptiveWorld(rows_job(
-        model__hidden_size=64, data__sequence_length=128, layout__memory_budget_gib=allowed
-    ), by_speed({}))  # fmt: skip
-    slow = there.start().members[1].worker
-    there.figures = by_speed({slow: 0.3})
-    for _ in range(6):
-        there.report()
-    found = there.spec.layout
-    assert found.replica_rows
-    assert memory_estimate(there.config, found).total_bytes <= allowed * 2**30
+def test_shares_keep_within_the_memory_that_the_job_allows() -> None:
+    sizes: dict[str, Any] = {"model__hidden_size": 64, "data__sequence_length": 128}
+    running, wide = Layout(dp=4, micro_batch=3), Layout(dp=4, micro_batch=8, replica_rows=(8, 2, 8, 6))
+    need, now = (memory_estimate(rows_job(**sizes), one).total_bytes for one in (wide, running))
+    for room, fits in ((1.01, True), (0.99, False)):
+        config = rows_job(**sizes, layout__memory_budget_gib=room * need / 2**30)
+        scene = Scene(config, running, (), None, m.LayoutQuestion(4), now)  # type: ignore[arg-type]
+        assert _fits(scene, wide) is fits
 
 
 # --- judgement ----------------------------------------------------------------------------------------

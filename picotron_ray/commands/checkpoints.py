@@ -12,6 +12,7 @@ from picotron_ray.launch import AsJson, Config, Overrides, reported
 
 checkpoints = typer.Typer(no_args_is_help=True, help="What is committed in storage.")
 ledger = typer.Typer(no_args_is_help=True, help="Which samples were fed.")
+EMPTY = "nothing is committed"
 
 
 @checkpoints.command("ls")
@@ -23,7 +24,7 @@ def checkpoints_list(config: Config, overrides: Overrides = None, as_json: AsJso
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        table(storage_commands.list_commits(job_of(config, overrides)), as_json)
+        table(storage_commands.list_commits(_job(config, overrides)), as_json, EMPTY)
 
 
 @checkpoints.command("verify")
@@ -35,8 +36,8 @@ def checkpoints_verify(config: Config, overrides: Overrides = None, as_json: AsJ
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        rows = storage_commands.verify_commits(job_of(config, overrides))
-        table(rows, as_json)
+        rows = storage_commands.verify_commits(_job(config, overrides))
+        table(rows, as_json, EMPTY)
         if any(row["problems"] for row in rows):
             raise typer.Exit(4)
 
@@ -57,7 +58,7 @@ def checkpoints_gc(
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        table([storage_commands.collect_garbage(job_of(config, overrides), force)], as_json)
+        table([storage_commands.collect_garbage(_job(config, overrides), force)], as_json)
 
 
 @checkpoints.command("import-hf")
@@ -82,7 +83,7 @@ def checkpoints_import(
             keys = hf_import.model_section(folder)
             emit(keys) if as_json else print(yaml.safe_dump({"model": keys}, sort_keys=False).rstrip())
             return
-        done = hf_import.import_hf(job_of(config, overrides), folder)
+        done = hf_import.import_hf(_job(config, overrides), folder)
         text = f"run {done['run']}: step 0 is committed, {done['tensors']} tensors from {folder}"
         note = f"\nnote: {done['note']}" if "note" in done else ""
         emit(done) if as_json else print(text + note)
@@ -108,7 +109,7 @@ def checkpoints_export(
 
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
-        done = hf_export.export_hf(job_of(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
+        done = hf_export.export_hf(_job(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
         text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
         emit(done) if as_json else print(text)
 
@@ -124,7 +125,7 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
     with reported(as_json):
         from picotron_ray.runtime.driver import storage_commands
 
-        found = storage_commands.verify_ledger(job_of(config, overrides))
+        found = storage_commands.verify_ledger(_job(config, overrides))
         if as_json:
             emit(found)
         else:
@@ -139,7 +140,7 @@ def ledger_verify(config: Config, overrides: Overrides = None, as_json: AsJson =
             raise typer.Exit(4)
 
 
-def job_of(config: str, overrides: list[str] | None) -> Any:
+def _job(config: str, overrides: list[str] | None) -> Any:
     from picotron_ray.runtime.driver.resolve_job import resolve_words
 
     return resolve_words(config, overrides or []).job

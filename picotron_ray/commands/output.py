@@ -11,12 +11,16 @@ def emit(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-def table(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Rows of equal keys: as one JSON list, or as aligned text."""
+def table(rows: list[dict[str, Any]], as_json: bool, empty: str = "") -> None:
+    """Print rows of equal keys: as one JSON list, or as aligned text.
+
+    Args:
+        empty: text that stands for no rows.
+    """
     if as_json:
         return emit(rows)
     if not rows:
-        return print("nothing is committed")
+        return print(empty)
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:

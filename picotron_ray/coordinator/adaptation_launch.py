@@ -7,6 +7,7 @@ not judged yet is taken back, unless it was made for want of memory.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from picotron_ray.config.settings import with_settings
 from picotron_ray.config.validation.layout import layout_problems
@@ -30,7 +31,7 @@ from picotron_ray.coordinator.policies.precedence import Concern, concern_of
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.memory import budget_bytes, memory_estimate
 
 OWN_FAULT = (
     FailureKind.FAILED,
@@ -114,16 +115,27 @@ def carried(memory: MachineMemory, choice: ReadyPlan, members: tuple[Member, ...
     alike = all(getattr(source, axis) == getattr(choice.layout, axis) for axis in ("tp", "pp", "cp", "ep"))
     if not alike or choice.layout.placement:
         return replace(choice, layout=evened(choice.layout))
-    layout = _as_wide(memory, evened(choice.layout), source)
-    if members == spec.members and layout.dp == source.dp:
+    layout, names = _as_wide(memory, evened(choice.layout), source), [one.worker for one in members]
+    before = _shared_among(memory, source)
+    if names == before and layout.dp == source.dp:
         blocks = source.stage_blocks if source.virtual_stages == layout.virtual_stages else ()
         layout = replace(layout, replica_rows=source.replica_rows, stage_blocks=blocks)
-    elif source.replica_rows:
-        names, before = [one.worker for one in members], [one.worker for one in spec.members]
+    elif source.replica_rows and before:
         layout = rows_for(layout, names, source, before, memory.job.data.global_batch)
     if layout_problems(with_settings(memory.job, memory.settings), layout):
         layout = evened(choice.layout)
     return replace(choice, layout=layout)
+
+
+def _shared_among(memory: MachineMemory, source: Layout) -> list[str]:
+    """Names by rank, among whom rows and blocks of a layout were shared out; empty: not known.
+
+    A change that is taken back may have had other workers than the layout before it.
+    """
+    hurt = owed(memory.adapted)
+    if hurt is not None and hurt.layout == source:
+        return list(hurt.workers)
+    return [] if memory.spec is None else [one.worker for one in memory.spec.members]
 
 
 def _as_wide(memory: MachineMemory, layout: Layout, source: Layout) -> Layout:
@@ -131,7 +143,7 @@ def _as_wide(memory: MachineMemory, layout: Layout, source: Layout) -> Layout:
     wide = replace(layout, micro_batch=source.micro_batch)
     limit = min((strike.limit_bytes for strike in memory.struck), default=0)
     estimate = memory_estimate(with_settings(memory.job, memory.settings), wide).total_bytes
-    return layout if limit and estimate > limit else wide
+    return layout if estimate > budget_bytes(memory.job, inf, limit) else wide
 
 
 def forget_lost(memory: MachineMemory, layout: Layout) -> None:
@@ -171,6 +183,8 @@ def begin_change(memory: MachineMemory, choice: ReadyPlan) -> None:
     if change.record.verdict == "trial":
         began = GenerationId(memory.term, memory.generations)
         record = replace(change.record, layout=before, settings=memory.settings, began=began)
+        if memory.spec is not None and is_uneven(memory.spec.layout):
+            record = replace(record, workers=tuple(one.worker for one in memory.spec.members))
         memory.adapted = remembered(memory.adapted, record)
     memory.settings = change.settings
     if change.strike is not None:

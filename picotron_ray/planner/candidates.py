@@ -17,6 +17,7 @@ from picotron_ray.config.validation.schedules import (
     placement,
 )
 from picotron_ray.layout.layout import Layout, Zero
+from picotron_ray.planner.model_sizes import remember_latest
 
 
 def candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
@@ -30,17 +31,19 @@ def candidates(job: JobConfig, workers: int) -> Iterator[Layout]:
                         yield layout
 
 
-def degrees_allowed(job: JobConfig, workers: int, above: int = 0) -> list[Degrees]:
+@remember_latest
+def degrees_allowed(job: JobConfig, workers: int, above: int = 0) -> tuple[Degrees, ...]:
     """Degrees that divide model and batch, and that ``job.layout`` allows.
 
-    They are on at most ``workers`` ranks and on more than ``above``.
+    They are on at most ``workers`` ranks and on more than ``above``. A plan asks twice, with the memory at
+    hand and with more.
     """
     asked = asked_degrees(job)
-    return [
+    return tuple(
         degrees
         for degrees in fitting_degrees(job, workers, above)
         if all(want in ("auto", degree) for degree, want in zip(degrees, asked, strict=True))
-    ]
+    )
 
 
 class Sharding(NamedTuple):

@@ -59,8 +59,8 @@ def context_passes(
     """Context-parallel traffic.
 
     The keys and values of the other ranks arrive once forward and once backward. Their gradients (in fp32 or
-    wider) go back. The ring sends part by part and calls its kernel once per part, in both directions. The
-    all-gather pays for its collectives.
+    wider) go back. The ring sends part by part and calls its kernel once per part; the all-gather calls
+    it twice. A block's ``kernel_s`` bounds what another call costs, a third of it forward.
     """
     if layout.cp == 1:
         return NOTHING
@@ -68,9 +68,10 @@ def context_passes(
     crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
     elements = others * micro_batch_tokens(job, layout) * 2 * job.model.key_width / layout.tp
     calls = (others if layout.context == "ring" else math.log2(layout.cp)) * profile.latency_s
-    forward = elements * item / link(profile, crosses) + calls + others * profile.kernel_s
+    launches = (others if layout.context == "ring" else 1) * profile.kernel_s
+    forward = elements * item / link(profile, crosses) + calls + launches / 3
     backward = elements * (item + STATE_BYTES[job.precision]) / link(profile, crosses) + 2 * calls
-    return PassTimes(forward + backward + others * profile.kernel_s, forward)
+    return PassTimes(forward + backward + launches * 2 / 3, forward)
 
 
 def expert_passes(

@@ -235,6 +235,13 @@ def _fewest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
         if not goal.interruptions:
             raise ConfigError(_too_late(most, goal))
         return _fewest_of(job, sizes, hardware, goal)
+    return _first_timely(job, sizes, hardware, goal, low, high)
+
+
+def _first_timely(
+    job: JobConfig, sizes: list[int], hardware: Hardware, goal: Goal, low: int, high: int
+) -> int:
+    """The first size that meets the deadline, of those from place ``low``, which does not, to ``high``."""
     while high - low > 1:
         middle = (low + high) // 2
         found = _planned(job, sizes[middle], hardware)
@@ -244,24 +251,38 @@ def _fewest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
 
 
 def _fewest_of(job: JobConfig, sizes: list[int], hardware: Hardware, goal: Goal) -> int:
-    """As `_fewest`, where all devices together are interrupted too often: fewer may be faster."""
-    plans = []
-    for size in sizes:
+    """As `_fewest`, where all devices together are interrupted too often: fewer may be faster.
+
+    Sizes that grow by a quarter are looked at, then those below the first of them that is good.
+    """
+    plans, before = [], -1
+    for size in _coarse(sizes):
+        at = sizes.index(size)
         if found := _planned(job, size, hardware):
             if _timely(found, goal):
-                return size
+                return _first_timely(job, sizes, hardware, goal, before, at)
             plans.append(found)
+        before = at
     raise ConfigError(_too_late(min(plans, key=lambda found: run_seconds(found, goal)), goal))
+
+
+def _coarse(sizes: list[int]) -> list[int]:
+    """The sizes that are a quarter larger than the one before them, and the largest.
+
+    >>> _coarse([1, 2, 3, 4, 5, 6, 7, 8, 16])
+    [1, 2, 3, 4, 5, 7, 16]
+    """
+    found, last = [], 0.0
+    for size in sizes:
+        if size >= 1.25 * last or size == sizes[-1]:
+            found.append(size)
+            last = size
+    return found
 
 
 def _cheapest(job: JobConfig, gpus: int, hardware: Hardware, goal: Goal) -> int:
     """The size whose run costs least within the deadline; sizes grow by a quarter from one to the next."""
-    sizes, last = [], 0.0
-    for size in _sizes(gpus, hardware):
-        if size >= 1.25 * last or size == gpus:
-            sizes.append(size)
-            last = size
-    plans = [found for size in sizes if (found := _planned(job, size, hardware))]
+    plans = [found for size in _coarse(_sizes(gpus, hardware)) if (found := _planned(job, size, hardware))]
     if not plans:
         plan(job, gpus, hardware, keep=1, buys=False)  # says why
     timely = [found for found in plans if _timely(found, goal)]

@@ -31,6 +31,7 @@ class Hardware:
         origin: where the figures are from.
         device: ``"cuda"`` or ``"cpu"``.
         cores: of a node whose workers are CPU cores; 0: devices are their own.
+        nodes: whose cores there are; workers are spread evenly over them.
         reached: least and most of the rates that clusters were seen to reach; ones where they were measured.
         link: what joins the devices of a node.
     """
@@ -43,19 +44,21 @@ class Hardware:
     origin: str
     device: str = "cuda"
     cores: int = 0
+    nodes: int = 1
     reached: tuple[float, float] = (1.0, 1.0)
     link: Link = "nvlink"
 
     def of_devices(self, devices: int) -> Hardware:
-        """The hardware where so many workers run: on CPUs they share one machine's cores and memory.
+        """The hardware where so many workers run: on CPUs they share the machines' cores and memory.
 
         A worker more than there are cores slows all of them down; rates were measured with as many workers as
         a node had.
         """
         if not self.cores:
             return self
-        share = max(1.0, self.node_size / self.cores) * min(1.0, self.cores / devices)
-        held = self.node_size / devices
+        here = -(-devices // self.nodes)
+        share = max(1.0, self.node_size / self.cores) * min(1.0, self.cores / here)
+        held = self.node_size / here
         profile = replace(
             self.profile,
             flops=self.profile.flops * share,
@@ -64,12 +67,12 @@ class Hardware:
             memory_bytes_s=self.profile.memory_bytes_s * min(1.0, held),
             kernel_s=self.profile.kernel_s / share,
             latency_s=self.profile.latency_s / share,
-            crowd=max(1.0, devices / self.cores),
+            crowd=max(1.0, here / self.cores),
             link_bytes_s=self.profile.link_bytes_s * min(1.0, held),
             memory_bytes=self.profile.memory_bytes * held,
         )
         return replace(
-            self, profile=profile, node_size=devices, device_bytes=self.device_bytes * held, cores=self.cores
+            self, profile=profile, node_size=here, device_bytes=self.device_bytes * held, cores=self.cores
         )
 
     def node_sizes(self, devices: int) -> tuple[int, ...]:
@@ -137,6 +140,7 @@ def of_profile(name: str, found: HardwareProfile, precision: str) -> Hardware:
         origin=f"measured on {found.device_name}, {len(found.nodes)} nodes",
         device=found.device,
         cores=node.cores if cpu else 0,
+        nodes=len(found.nodes) if cpu else 1,
         link=found.inside_link(),
     )
 

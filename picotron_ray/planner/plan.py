@@ -263,7 +263,8 @@ def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
     if enough is None:
-        text = f"; no number up to {MOST} {hardware.name} would do: take larger ones, or a smaller model"
+        looked = f"no number up to {MOST} {hardware.name} would do: " if gpus < MOST else ""
+        text = f"; {looked}take larger ones, or a smaller model"
     else:
         text = f"; {enough} {hardware.name} would do"
     keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""

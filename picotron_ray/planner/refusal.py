@@ -56,9 +56,9 @@ def lean_layouts(job: JobConfig, workers: int, above: int = 0) -> Iterator[Layou
 def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:
     """The fewest workers above ``workers`` on which a layout fits: some of one node, else whole nodes.
 
-    None where no number up to 512 would do. On more workers some may idle, so the fewest are found by
-    bisection. Sizes on which even an equal share of what ``workers`` need together would not fit are passed
-    over.
+    None where no number up to 512 would do; larger ones are not looked at. On more workers some may idle, so
+    the fewest are found by bisection. Sizes on which even an equal share of what ``workers`` need together
+    would not fit are passed over.
     """
     room = budget_bytes(job, profile.memory_bytes)
     total = min((_needs_together(job, one) for one in lean_layouts(job, workers)), default=0.0)

@@ -63,6 +63,8 @@ class Cells:
         """
         collective, _, size, group = cells[0]
         gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what is cached counts as used
         dist.barrier()  # else the last set's buffers may still be some rank's
         needed = room_bytes([strategy for _, strategy, _, _ in cells], size, group, collective)
         cut = self._agreed(self._cut(needed))
@@ -93,6 +95,7 @@ class Cells:
         self, made: Sequence[Operation], group: dist.ProcessGroup, remaining: int
     ) -> list[dict[str, Any]]:
         firsts: list[float] = []
+        dist.all_reduce(torch.ones(1, device=self._device), group=group)  # makes its connections
         for one in made:
             firsts.append(self._seconds(one, group))
             if self._agreed(int(LEAST * sum(firsts) > self._left_s), group):

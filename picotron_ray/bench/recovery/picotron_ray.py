@@ -65,7 +65,7 @@ def kill_run_workers(
 
 @contextmanager
 def _running(job: JobConfig) -> Iterator[Any]:
-    local = connect.connect(job)
+    local = connect.connect(job, begins=False)  # it goes with this process
     coordinator = None
     try:
         coordinator, _ = ensure_coordinator(job, owns_ray=local is not None)

@@ -100,14 +100,12 @@ class TopK:
     def encode(self, rows: Tensor) -> Tensor:
         """Signed values in the order of their places, then the mask or the places."""
         count, size = rows.shape
-        places = rows.abs().topk(self.kept(size), dim=1, sorted=False).indices
+        places = rows.abs().topk(self.kept(size), dim=1, sorted=False).indices.sort(dim=1).values
+        values = rows.gather(1, places).to(torch.bfloat16)  # masked_select would wait for a GPU
         if not self._masked:
-            places = places.sort(dim=1).values
-            values = rows.gather(1, places).to(torch.bfloat16)
             return torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)], dim=1)
         mask = torch.zeros(count, size + -size % 8, dtype=torch.bool, device=rows.device)
         mask.scatter_(1, places, True)
-        values = rows.masked_select(mask[:, :size]).view(count, -1).to(torch.bfloat16)
         return torch.cat([values.view(torch.uint8), _packed(mask)], dim=1)
 
     def decode(self, wire: Tensor, size: int) -> Tensor:

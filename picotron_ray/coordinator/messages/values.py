@@ -196,6 +196,7 @@ class Adapted:
         layout, settings: what a trial is taken back to; one that hurt holds them until that is done.
         began: generation that began with it; None: an older version wrote it.
         avoid: workers that are too slow, and whose place spares took.
+        workers: names by rank, among whom rows and blocks of ``layout`` were shared out; empty: evenly.
     """
 
     kind: str
@@ -208,6 +209,7 @@ class Adapted:
     settings: Settings = ()
     began: GenerationId | None = None
     avoid: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def began_of(change: Adapted) -> str:
 
 def settled(done: Adapted) -> Adapted:
     """A judged change without what it would be taken back to."""
-    return replace(done, layout=None, settings=())
+    return replace(done, layout=None, settings=(), workers=())
 
 
 def owed(known: Sequence[Adapted]) -> Adapted | None:

@@ -17,7 +17,7 @@ from picotron_ray.coordinator.messages import Member
 from picotron_ray.coordinator.policies.bottleneck import much_slower
 from picotron_ray.coordinator.policies.suggestions import ROOM, Scene, Suggestion
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.memory import memory_estimate
+from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.model_sizes import head_blocks, stage_depth
 from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, rows_by_speed, step_s_by_speed
 
@@ -66,8 +66,9 @@ def _by_speed(scene: Scene, row_s: Sequence[float]) -> Layout:
 
 def _fits(scene: Scene, layout: Layout) -> bool:
     job = with_settings(scene.job, scene.settings)
-    room = ROOM * scene.question.device_bytes or inf
-    most = max(scene.estimate_bytes, min(room, scene.question.limit_bytes or inf))
+    device = scene.question.device_bytes or inf
+    room = min(ROOM * device, budget_bytes(job, device, scene.question.limit_bytes))
+    most = max(scene.estimate_bytes, room)
     return not layout_problems(job, layout) and memory_estimate(job, layout).total_bytes <= most
 
 

@@ -17,7 +17,7 @@ def measure_nodes(
     job: JobConfig, budget_s: float, say: Callable[[str], None], topology: tuple[str, str] | None = None
 ) -> HardwareProfile:
     """Connect to Ray, measure its nodes, and take down what was started for it."""
-    started = connect(job)
+    started = connect(job, begins=False)  # it goes with this process
     try:
         return probe(job, budget_s, say, topology)
     finally:

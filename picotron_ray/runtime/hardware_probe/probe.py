@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from picotron_ray.planner.hardware_profile import (
     MatmulPoint,
     outliers,
 )
-from picotron_ray.runtime.hardware_probe.worker import ProbeWorker
+from picotron_ray.runtime.hardware_probe.worker import ProbeWorker, sizes_for
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
     WorkerNeeds,
@@ -101,6 +102,11 @@ def _idle_gpus(
     """GPUs by node, before any worker touches one. Raises ConfigError where some are busy."""
     found = ask_nodes([node for node, _ in slots], gpus_here)
     hosts = {node.id: node.host for node, _ in slots}
+    if silent := [host for node, host in hosts.items() if node not in found]:
+        raise ConfigError(
+            f"probe: saw no answer of {', '.join(sorted(silent))} about its GPUs, expected one of each; see"
+            " that the package and NVML work there, or take other nodes"
+        )
     busy = busy_lines({hosts[node]: inventory for node, inventory in found.items()})
     if busy:
         raise ConfigError(
@@ -146,6 +152,7 @@ def _measured(
     left_s = (1 - COMPUTE_SHARE) * budget_s / max(1, len(groups) + len(pairs))
     timed = _all(workers, budget_s, "collectives", groups, left_s)
     sent = _all(workers, budget_s, "messages", pairs, left_s)
+    sums = _slowest(timed)
     say(f"collectives are measured in {len(groups)} groups, messages between {len(pairs)} pairs")
     firsts = [sum(counts[:index]) for index in range(len(counts))]
     figures = [workers[first].figures.remote(count) for first, count in zip(firsts, counts, strict=True)]
@@ -164,12 +171,28 @@ def _measured(
         block_s=median(one["block_s"] for one in computed),
         matmuls=tuple(_middle([one["matmuls"] for one in computed])),
         attention=tuple(computed[len(computed) // 2]["attention"]),
-        collectives=tuple(_slowest(timed)),
+        collectives=tuple(sums),
         messages=tuple(point for points in sent for point in points),
         nodes=tuple(ray.get(figures, timeout=ANSWER_S)),
         outliers=outliers(rates),
-        cuts=tuple(dict.fromkeys(cut for one in computed for cut in one["cuts"])),
+        cuts=(
+            *dict.fromkeys(cut for one in computed for cut in one["cuts"]),
+            *_sizes_left_out(groups, sums, len(sizes_for(device))),
+        ),
     )
+
+
+def _sizes_left_out(
+    groups: Sequence[tuple[str, Sequence[int]]], sums: Sequence[CollectivePoint], sizes: int
+) -> list[str]:
+    """Name the groups in which not all sizes were timed."""
+    timed: Counter[tuple[str, int]] = Counter((point.link, point.ranks) for point in sums)
+    return [
+        f"left out: {sizes - timed[link, len(ranks)]} of {sizes} sizes of sums over {len(ranks)} ranks"
+        f" ({link}) (--budget-s)"
+        for link, ranks in groups
+        if timed[link, len(ranks)] < sizes
+    ]
 
 
 def _all(workers: list[Any], budget_s: float, method: str, *arguments: Any) -> list[Any]:

@@ -18,8 +18,11 @@ import psutil
 
 from picotron_ray.planner.hardware_profile import CollectivePoint, MessagePoint, NodeFigures
 
-SIZES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+SIZES = (2**10, 2**23, 2**17, 2**20, 2**14, 2**25)
+"""In the order in which they are timed: the first two already tell latency from bandwidth."""
 GPU_SIZES = (*SIZES, 2**28)
+LEAST_SIZES = 2
+"""Sizes that are timed however long they take."""
 REPEATS = 8
 PRODUCT, PRODUCTS, SUMS = 512, 3, 32
 """Size and number of the matrix products before each of so many all-reduces: some 10 ms of a CPU core."""
@@ -82,22 +85,30 @@ class ProbeWorker:
     def collectives(
         self, groups: Sequence[tuple[str, Sequence[int]]], seconds: float
     ) -> list[CollectivePoint]:
-        """Time all-reduces by size in each group that it is of; groups are made by all, in order."""
+        """Time all-reduces by size in each group that it is of; groups are made by all, in order.
+
+        Args:
+            seconds: for each group, beyond which no further size is timed.
+        """
         import torch
         import torch.distributed as dist
 
-        until, found = time.monotonic() + seconds, []
+        found = []
         for link, ranks in groups:
             group = dist.new_group(list(ranks), timeout=WAIT)
             if self._rank not in ranks:
                 continue
-            for size in GPU_SIZES if self._device.type == "cuda" else SIZES:
+            dist.all_reduce(torch.ones(1, device=self._device), group=group)  # makes its connections
+            self._synchronise()
+            until = time.monotonic() + seconds
+            for number, size in enumerate(sizes_for(self._device.type), 1):
                 values = torch.ones(size // 4, device=self._device)
                 taken = self._all_reduce_s(values, group)
                 found.append(
                     CollectivePoint(link=link, ranks=len(ranks), size=size, seconds=taken)  # type: ignore[arg-type]
                 )
-                stop = torch.tensor([float(time.monotonic() > until)], device=self._device)
+                over = number >= LEAST_SIZES and time.monotonic() > until
+                stop = torch.tensor([float(over)], device=self._device)
                 dist.all_reduce(stop, group=group)
                 if stop.item():
                     break
@@ -112,7 +123,7 @@ class ProbeWorker:
         for link, (one, other) in pairs:
             self._barrier()
             until = time.monotonic() + seconds
-            for size in SIZES:
+            for number, size in enumerate(SIZES, 1):
                 values = torch.ones(size // 4, device=self._device)
                 peer = {one: other, other: one}.get(self._rank)
                 if peer is None:
@@ -121,7 +132,8 @@ class ProbeWorker:
                 if self._rank == one:
                     point = MessagePoint(link=link, size=size, seconds=taken / 2)  # type: ignore[arg-type]
                     found.append(point)
-                if self._told(time.monotonic() > until, peer, first=self._rank == one):
+                over = number >= LEAST_SIZES and time.monotonic() > until
+                if self._told(over, peer, first=self._rank == one):
                     break
         self._barrier()
         return found
@@ -205,6 +217,11 @@ class ProbeWorker:
         if self._device.type == "cuda":
             return float(torch.cuda.get_device_properties(self._device).total_memory)
         return psutil.virtual_memory().available / workers
+
+
+def sizes_for(device: str) -> tuple[int, ...]:
+    """Bytes of the sums that are timed, in their order."""
+    return GPU_SIZES if device == "cuda" else SIZES
 
 
 def nic_bytes_s(interfaces: Path) -> float:

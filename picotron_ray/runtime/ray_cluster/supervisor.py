@@ -58,9 +58,11 @@ class StateKeeper:
 
 
 def _wait(head: subprocess.Popen[bytes], ended: Path, starter: int, keeper: StateKeeper) -> None:
-    begun = local_ray.begun_file(ended.parent)
+    begun, path = False, local_ray.begun_file(ended.parent)
     while head.poll() is None:
-        if os.getppid() != starter and not begun.exists():
+        orphaned = os.getppid() != starter  # looked at first: it may tell of the begin, then end
+        begun = begun or path.exists()  # kept: cleaners of temporary files take files that nobody changes
+        if orphaned and not begun:
             return
         if ended.exists() and time.time() - ended.stat().st_mtime > LINGER_S:
             return

@@ -11,11 +11,15 @@ import pytest
 from picotron_ray.config.schema.adapt import AdaptConfig
 from picotron_ray.coordinator import adaptation
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.adaptation_launch import carried
+from picotron_ray.coordinator.plan_book import ReadyPlan
 from picotron_ray.coordinator.policies.adaptation import judge, waits_until
-from picotron_ray.coordinator.policies.balance import rows_for
+from picotron_ray.coordinator.policies.balance import _fits, rows_for
+from picotron_ray.coordinator.policies.suggestions import Scene
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.rebalance import step_s_by_speed
 from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord
 from picotron_ray.runtime.coordinator.records import Facts, GenerationRecord
@@ -242,6 +246,34 @@ def test_blocks_by_time_outlive_a_failure_that_all_members_survive() -> None:
     there.answer(out, snapshot(spec, there.step))
     assert there.spec.id != spec.id
     assert there.spec.layout.stage_blocks == spec.layout.stage_blocks
+
+
+def test_a_change_that_is_taken_back_gives_rows_to_whom_they_were_shared_out() -> None:
+    """It had left the slow worker out: its rows went to one that is as fast as the others."""
+    there = AdaptiveWorld(rows_job(), by_speed({}))
+    members = there.start().members
+    slow, others = members[0].worker, members[1:3]
+    uneven = Layout(dp=4, micro_batch=8, replica_rows=(2, 8, 8, 6))
+    memory = there.machine.memory
+    memory.spec = replace(there.spec, layout=Layout(dp=2, micro_batch=12), members=others)
+    names = tuple(one.worker for one in members)
+    memory.adapted = (m.Adapted("layout", "x", "back", 0.5, 1.0, layout=uneven, workers=names),)
+    for placed in (members, (*others, members[0], members[3])):
+        layout = carried(memory, ReadyPlan(uneven, 0.0, "x"), placed).layout
+        rows = {one.worker: layout.replica_rows[at] for at, one in enumerate(placed)}
+        assert rows[slow] == min(rows.values()) == 2
+    memory.adapted = (replace(memory.adapted[0], workers=()),)  # of an older version
+    assert carried(memory, ReadyPlan(uneven, 0.0, "x"), members).layout.replica_rows == ()
+
+
+def test_shares_keep_within_the_memory_that_the_job_allows() -> None:
+    sizes: dict[str, Any] = {"model__hidden_size": 64, "data__sequence_length": 128}
+    running, wide = Layout(dp=4, micro_batch=3), Layout(dp=4, micro_batch=8, replica_rows=(8, 2, 8, 6))
+    need, now = (memory_estimate(rows_job(**sizes), one).total_bytes for one in (wide, running))
+    for room, fits in ((1.01, True), (0.99, False)):
+        config = rows_job(**sizes, layout__memory_budget_gib=room * need / 2**30)
+        scene = Scene(config, running, (), None, m.LayoutQuestion(4), now)  # type: ignore[arg-type]
+        assert _fits(scene, wide) is fits
 
 
 # --- judgement ----------------------------------------------------------------------------------------

@@ -49,25 +49,25 @@ def test_tensor_parallelism(
     ("options", "layout", "nodes", "forward", "back"),
     [
         # two other ranks with 4 tokens of keys and values each, 4 wide; there with their gradients
-        ({}, Layout(cp=3, micro_batch=2), (3, 6), 64 * 4 / 100 + 10 + 14, 64 * 8 / 100 + 20 + 14),
-        ({}, Layout(cp=3, micro_batch=2), (3, 4), 64 * 4 / 10 + 10 + 14, 64 * 8 / 10 + 20 + 14),
+        ({}, Layout(cp=3, micro_batch=2), (3, 6), 64 * 4 / 100 + 10 + 14 / 3, 64 * 8 / 100 + 20 + 28 / 3),
+        ({}, Layout(cp=3, micro_batch=2), (3, 4), 64 * 4 / 10 + 10 + 14 / 3, 64 * 8 / 10 + 20 + 28 / 3),
         (
             {"precision": "bf16"},
             Layout(cp=3, tp=2, micro_batch=2),
             (6, 12),
-            32 * 2 / 100 + 10 + 14,
-            32 * 6 / 100 + 20 + 14,
+            32 * 2 / 100 + 10 + 14 / 3,
+            32 * 6 / 100 + 20 + 28 / 3,
         ),
-        ({}, Layout(cp=3, tp=2, micro_batch=2), (9, 3), 32 * 4 / 10 + 24, 32 * 8 / 10 + 34),
-        # two steps of a collective among four, but three more kernels
+        ({}, Layout(cp=3, tp=2, micro_batch=2), (9, 3), 32 * 4 / 10 + 10 + 14 / 3, 32 * 8 / 10 + 20 + 28 / 3),
+        # two steps of a collective among four, but one more kernel
         (
             {},
             Layout(cp=4, micro_batch=2, context="all-gather"),
             (),
-            72 * 4 / 100 + 10 + 21,
-            72 * 8 / 100 + 20 + 21,
+            72 * 4 / 100 + 10 + 7 / 3,
+            72 * 8 / 100 + 20 + 14 / 3,
         ),
-        ({}, Layout(cp=4, micro_batch=2), (), 72 * 4 / 100 + 15 + 21, 72 * 8 / 100 + 30 + 21),
+        ({}, Layout(cp=4, micro_batch=2), (), 72 * 4 / 100 + 15 + 7, 72 * 8 / 100 + 30 + 14),
     ],
     ids=str,
 )

@@ -176,3 +176,21 @@ def test_bad_goals_are_one_line(words: tuple[Any, ...], line: str) -> None:
         goal_of(*words)
     assert str(raised.value).startswith(line)
     assert "\n" not in str(raised.value)
+
+
+def test_a_deadline_that_no_number_meets_takes_few_searches(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search of 16,384 devices takes seconds, and there are 2,055 sizes."""
+    some, looked = plan(job, 16, H100, keep=1, buys=False), []
+
+    def planned(job: Any, gpus: int, hardware: Any) -> Any:
+        looked.append(gpus)
+        return some
+
+    monkeypatch.setattr(goals, "_planned", planned)
+    monkeypatch.setattr(goals, "plan", lambda *_, **__: some)
+    with pytest.raises(ConfigError, match="--deadline: saw"):
+        goals._fewest(job, 16384, H100, Goal("fewest", TOKENS, 1.0, interruptions=1e-6))
+    assert len(looked) < 50
+    assert looked[-1] == 16384

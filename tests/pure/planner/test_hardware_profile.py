@@ -194,3 +194,12 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert (
         load_profile(tmp_path / "again.json") == found == HardwareProfile.model_validate(found.model_dump())
     )
+
+
+def test_workers_of_several_cpu_nodes_share_each_machine_alone(tmp_path: Path) -> None:
+    nodes = [{**profile()["nodes"][0], "host": host} for host in "abcdefgh"]
+    eight = hardware(str(stored(tmp_path, nodes=nodes)), "fp32").of_devices(16)
+    two = hardware(str(stored(tmp_path)), "fp32").of_devices(2)
+    assert eight.profile.crowd == 1
+    assert (eight.profile.flops, eight.profile.memory_bytes) == (two.profile.flops, two.profile.memory_bytes)
+    assert eight.node_sizes(16) == (2,) * 8

@@ -475,3 +475,19 @@ def test_a_temporary_folder_that_is_too_long_for_rays_sockets_is_refused(
         local_ray.refuse_long_folder("night")
     named = local_ray.rays_folder(local_ray.default_temp_folder("night")) / sockets
     assert len(str(named)) == local_ray.SOCKET_PATH + 1
+
+
+def test_a_cleaner_of_temporary_files_ends_no_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody changes the file that tells of the begin, so after some days it is the oldest there."""
+    clock, keeper = Clock(), supervisor.StateKeeper("night", "mine")
+    monkeypatch.setattr(supervisor, "time", clock)
+    local_ray.begin(ray_at(home, temp_folder=str(home)))
+    polls = [0, None, None, None]
+
+    def poll() -> int | None:
+        if len(polls) == 3:
+            (home / "begun").unlink()
+        return polls.pop()
+
+    supervisor._wait(SimpleNamespace(poll=poll), home / "ended", os.getppid() + 1, keeper)  # type: ignore[arg-type]
+    assert (len(polls), len(clock.naps)) == (0, 3)

@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from picotron_ray.errors import ConfigError
 from picotron_ray.planner.hardware_profile import load_profile
 
 
@@ -44,3 +48,15 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: 
     assert done.returncode == 2
     assert done.stderr.startswith("error: --out: saw ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_node_that_tells_nothing_of_its_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from picotron_ray.runtime.hardware_probe import probe
+    from picotron_ray.runtime.ray_cluster.placement import NodeView
+
+    def nodes(*hosts: str) -> list[tuple[Any, int]]:
+        return [(NodeView(host, host, 8, 8, 8, 8), 8) for host in hosts]
+
+    monkeypatch.setattr(probe, "ask_nodes", lambda nodes, work, *_: {"a": object()})
+    with pytest.raises(ConfigError, match="probe: saw no answer of b, c about its GPUs"):
+        probe._idle_gpus(nodes("c", "a", "b"), None)

@@ -65,10 +65,13 @@ def test_kills_cost_nothing_down_to_the_last_worker(calm: list[float], tmp_path:
         for target, step, phase in zip((2, 1, 1), (8, 17, 26), phases, strict=True)
     )
     curves = ({"kind": "csv", "folder": str(tmp_path / "curves")},)
-    job = tiny_job("kill-all-but-one", tmp_path, chaos=faults, elastic=NO_SPARE, trackers=curves)
+    slots = {"slots": 4}  # of which an upload may pin one while a worker dies in a copy
+    job = tiny_job(
+        "kill-all-but-one", tmp_path, chaos=faults, elastic=NO_SPARE, trackers=curves, snapshot=slots
+    )
     summary = run(job)
     assert [failure["kind"] for failure in summary["failures"]] == ["worker-exited"] * 3
-    assert all(failure["lost_steps"] <= 1 for failure in summary["failures"])
+    assert max(failure["lost_steps"] for failure in summary["failures"]) <= 1, summary["failures"]
     assert [len(generation["members"]) for generation in summary["generations"]] == [4, 3, 2, 1]
     assert losses(job) == pytest.approx(calm, rel=1e-9)
     check_ledger(job)

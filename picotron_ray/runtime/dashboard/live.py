@@ -14,7 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
-from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.dashboard.stored import StoredSource
 from picotron_ray.runtime.driver import follow_run, stored_run
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
@@ -32,7 +32,7 @@ EVENTS = 1000
 """Newest events that are kept."""
 
 
-class LiveRun:
+class LiveSource:
     """Reader of one run through its coordinator; for one thread.
 
     It counts as a follower of the run, so that the run's end is told here before the coordinator goes.
@@ -42,7 +42,7 @@ class LiveRun:
         self.run, self._coordinator, self._local = run, coordinator, local
         self._follower = f"dashboard-{uuid.uuid4().hex}"
         self._config: dict[str, Any] = {}
-        self._stored: StoredRun | None = None
+        self._stored: StoredSource | None = None
         self._reading: threading.Thread | None = None
         self._past: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])  # generations, commits
         self.curves = Curves()
@@ -145,7 +145,7 @@ class LiveRun:
         try:
             if self._stored is None:
                 job = JobConfig.model_validate(self._config)
-                self._stored = StoredRun(self.run, stored_run.storage_of(job), self.curves)
+                self._stored = StoredSource(self.run, stored_run.storage_of(job), self.curves)
             self._stored.read()
             self._past = self._stored.generations(), self._stored.commits()
             self._notes = self._stored.notes

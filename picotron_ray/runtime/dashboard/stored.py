@@ -39,7 +39,7 @@ def refuse_newer(run: str, storage: Storage) -> None:
         )
 
 
-class StoredRun:
+class StoredSource:
     """Reader of one run; for one thread."""
 
     def __init__(self, run: str, storage: Storage, curves: Curves | None = None) -> None:

@@ -18,7 +18,7 @@ from picotron_ray.runtime.dashboard import history, sources
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.history import History
 from picotron_ray.runtime.dashboard.sections import build
-from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.dashboard.stored import StoredSource
 from picotron_ray.runtime.ray_cluster import processes
 from picotron_ray.runtime.run_storage import life_sign
 from tests.support.runs.page_facts import store_run
@@ -54,7 +54,7 @@ def test_every_section_of_a_dead_run_is_filled(tmp_path: Path) -> None:
 
 def test_a_run_without_a_record_still_has_curves_and_a_timeline(tmp_path: Path) -> None:
     store_run(tmp_path, record=False)
-    facts = StoredRun("told", store_run(tmp_path, "bare", record=False)).look()
+    facts = StoredSource("told", store_run(tmp_path, "bare", record=False)).look()
     assert facts.curves.newest("loss") == pytest.approx(0.25)
     assert len(facts.generations) == 2
     assert facts.members == []
@@ -63,7 +63,7 @@ def test_a_run_without_a_record_still_has_curves_and_a_timeline(tmp_path: Path) 
 def test_a_damaged_ledger_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     storage = store_run(tmp_path)
     storage.put("ledger/1-1-1-10.jsonl", b"{}\n")
-    facts = StoredRun("told", storage).look()
+    facts = StoredSource("told", storage).look()
     assert len(facts.curves.all("loss")) == 10
     assert "ledger: steps up to 10 cannot be read" in facts.notes[0]
 
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_elsewhere_is_told_from_a_dead_one(tmp_path: Path) ->
     storage = store_run(tmp_path)
 
     def state() -> str:
-        return str(StoredRun("told", storage).look().status["state"])
+        return str(StoredSource("told", storage).look().status["state"])
 
     sign(storage, os.getpid(), host="another-machine")
     assert state() == "elsewhere"  # heard of a moment ago

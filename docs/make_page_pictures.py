@@ -74,7 +74,7 @@ def main() -> None:
     output: Path = parser.parse_args().output.absolute()
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name)
-        words = ["steps=600", "telemetry.interval_s=2"]
+        words = ["steps=600", "telemetry.interval_s=2", "telemetry.peak_tflops=0.1"]
         command(folder, "picotron_ray.launch", NAME, *words, "--detach")
         with served(folder, NAME) as url, opened(playwright, url, (1100, 1180), "light") as page:
             page.wait_for_timeout(15_000)  # a replacement joins

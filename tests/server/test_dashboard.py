@@ -191,7 +191,7 @@ def run(tmp_path: Path) -> Iterator[str]:
 
 def command(*words: str) -> str:
     """What a command prints, which must succeed."""
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
     return done.stdout
 
 
@@ -205,7 +205,7 @@ LIVE = {**OF_A_RUN, "#memory-rows tr": 2, "#memory-rows rect": 4, "#doors button
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_page_during_a_run_with_a_kill_and_from_its_storage(
     browser: Visit, run: str, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ class Door:
     """A button.
 
     Fields:
-        act: takes the run's name, its `LiveRun` and the words; returns what to tell.
+        act: takes the run's name, its `LiveSource` and the words; returns what to tell.
         fields: labels of the words that it takes, by name; those of ``optional`` may be left out.
         asks: what the page asks before it presses; "": nothing.
         states: of the run, in which it works.

@@ -32,7 +32,7 @@ EVENTS = 1000
 """Newest events that are kept."""
 
 
-class LiveRun:
+class LiveSource:
     """Reader of one run through its coordinator; for one thread.
 
     It counts as a follower of the run, so that the run's end is told here before the coordinator goes.

@@ -106,8 +106,7 @@ def _curves(facts: RunFacts) -> dict[str, Any]:
     if not shown["goodput_ratio"]:
         began_s = facts.status.get("began_s") or 0.0
         shown["goodput_ratio"] = thinned(goodput(facts.curves.all("at_s"), began_s), 600) if began_s else []
-    if not shown["mfu_ratio"]:
-        shown["mfu_ratio"] = _stated_mfu(facts, shown["tokens_per_s"])
+    shown["mfu_ratio"] = _stated_mfu(facts, shown["tokens_per_s"]) or shown["mfu_ratio"]
     return {"figures": shown, "marks": _marks(facts), "peak": _peak(facts)}
 
 

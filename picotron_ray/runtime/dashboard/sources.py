@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from picotron_ray.errors import ConfigError, StorageError
-from picotron_ray.runtime.dashboard.live import LiveRun
+from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.stored import StoredSource
 from picotron_ray.runtime.driver import control, launch_mark, stored_run
 from picotron_ray.runtime.ray_cluster import connect
 
 
-def find(word: str) -> LiveRun | StoredSource:
+def find(word: str) -> LiveSource | StoredSource:
     """Find a run by its name, or by its address in storage.
 
     Raises:
@@ -26,7 +26,7 @@ def find(word: str) -> LiveRun | StoredSource:
         coordinator, local = control.connect_to_run(word)
     except (ConfigError, connect.ClusterError) as error:
         return _stored(word, error)
-    return LiveRun(word, coordinator, local)
+    return LiveSource(word, coordinator, local)
 
 
 def _stored(run: str, error: Exception) -> StoredSource:
@@ -38,7 +38,7 @@ def _stored(run: str, error: Exception) -> StoredSource:
     return StoredSource(run, storage)
 
 
-def after(live: LiveRun) -> StoredSource | None:
+def after(live: LiveSource) -> StoredSource | None:
     """The same run from its storage, once its coordinator is gone; None where that does not tell."""
     storage: Any = live.storage
     try:

@@ -11,7 +11,7 @@ from picotron_ray.errors import PicotronError
 from picotron_ray.runtime.dashboard import doors, sources
 from picotron_ray.runtime.dashboard.analysis import config_section
 from picotron_ray.runtime.dashboard.facts import RunFacts
-from picotron_ray.runtime.dashboard.live import LiveRun
+from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.log_tail import LogTail
 from picotron_ray.runtime.dashboard.sections import build, encode
 from picotron_ray.runtime.dashboard.stored import StoredSource
@@ -61,11 +61,11 @@ class Watch:
             ConfigError: there is no such run.
         """
         self.word = word
-        self._source: LiveRun | StoredSource = sources.find(word)
+        self._source: LiveSource | StoredSource = sources.find(word)
         self.run = self._source.run
         self.board = Board()
         self.facts: RunFacts | None = None
-        self._logs = LogTail(word, isinstance(self._source, LiveRun))
+        self._logs = LogTail(word, isinstance(self._source, LiveSource))
         self._about: dict[str, Any] = {}
         self._problem = ""
         self._closing = threading.Event()
@@ -80,15 +80,15 @@ class Watch:
         """End the threads."""
         self._closing.set()
         self._logs.close()
-        if isinstance(self._source, LiveRun):
+        if isinstance(self._source, LiveSource):
             self._source.close()
         if self._thread.is_alive():
             self._thread.join(5.0)
 
     @property
-    def live(self) -> LiveRun | None:
+    def live(self) -> LiveSource | None:
         """The run, where it goes on here."""
-        return self._source if isinstance(self._source, LiveRun) else None
+        return self._source if isinstance(self._source, LiveSource) else None
 
     def press(self, name: str, words: dict[str, str]) -> str:
         """Do what a button of the page does."""
@@ -109,14 +109,14 @@ class Watch:
                 self._tell(f"{type(error).__name__}: {error}")
 
     def _interval_s(self) -> float:
-        if isinstance(self._source, LiveRun):
+        if isinstance(self._source, LiveSource):
             return LOOK_S
         return OVER_S if self.facts is not None and self.facts.over else STORED_S
 
     def _look(self) -> None:
         source = self._source
         found = source.look()
-        if isinstance(source, LiveRun) and source.is_over(found):
+        if isinstance(source, LiveSource) and source.is_over(found):
             self._go_over(source)
             found = self._source.look()
         if found is None:
@@ -130,7 +130,7 @@ class Watch:
             self._about = config_section(found.config)
         self.board.post(self.sections(), time.monotonic())
 
-    def _go_over(self, source: LiveRun) -> None:
+    def _go_over(self, source: LiveSource) -> None:
         """Take the run from its storage from now on, since its coordinator has ended."""
         stored = sources.after(source)
         if stored is None:

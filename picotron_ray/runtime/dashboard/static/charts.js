@@ -67,7 +67,7 @@ export class Chart {
         s("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, this.form(value)));
     }
     for (const step of ticks(this.low, this.high, Math.max(2, Math.floor(width / 110)))) {
-      if (step >= this.low) svg.append(s("text", { x: this.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, number(step)));
+      if (step >= this.low) svg.append(s("text", { x: this.x(step), y: HEIGHT - 6, "text-anchor": this.x(step) > width - 30 ? "end" : "middle" }, number(step)));
     }
     for (const mark of this.marks) {
       if (mark.step < this.low || mark.step > this.high) continue;
@@ -133,7 +133,7 @@ export function timeline(width, generations, marks) {
     svg.append(s("g", { class: "failure" }, s("line", { x1: x(mark.step), x2: x(mark.step), y1: 10, y2: 46 }),
       s("text", { x: x(mark.step), y: 9, "text-anchor": "middle" }, "!"), s("title", {}, `step ${mark.step}: ${mark.text}`)));
   }
-  for (const step of ticks(low, high, Math.max(2, Math.floor(width / 110)))) svg.append(s("text", { x: x(step), y: 60, "text-anchor": "middle" }, number(step)));
+  for (const step of ticks(low, high, Math.max(2, Math.floor(width / 110)))) svg.append(s("text", { x: x(step), y: 60, "text-anchor": x(step) > width - 30 ? "end" : x(step) < 15 ? "start" : "middle" }, number(step)));
   return svg;
 }
 

@@ -85,7 +85,7 @@ export class RankMap {
     const counts = Object.entries(d.health).filter(([, many]) => many);
     const said = counts.map(([name, many]) => `${number(many)} ${name}`).join(", ") || "no rank yet";
     const what = d.level === "rank" ? "one cell a rank" : `one cell a ${d.level}`;
-    at("map-said").textContent = `${number(d.ranks)} ranks on ${number(d.nodes)} ${d.nodes === 1 ? "node" : "nodes"}, ${what}: ${said}`;
+    at("map-said").textContent = `${number(d.ranks)} ${d.ranks === 1 ? "rank" : "ranks"} on ${number(d.nodes)} ${d.nodes === 1 ? "node" : "nodes"}, ${what}: ${said}`;
     this.canvas.setAttribute("aria-label", `Map of ranks. ${at("map-said").textContent}`);
     if (by === "health") put("map-legend", ...counts.map(([name, many]) => swatch(HEALTH[name][0], `${name} ${HEALTH[name][1]} ${number(many)}`)));
     else if (by === "time") put("map-legend", swatch("#7fd08a", "own time below 1.2 of the median"), swatch("#ffa97a", "1.2 and more"), swatch("#f08b8b", "1.5 and more"), swatch("#a9b7c6", "not among the slowest that are told"));

@@ -12,7 +12,7 @@ import pytest
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.dashboard import live, sources, watch
-from picotron_ray.runtime.dashboard.live import LiveRun
+from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.sections import findings
 from picotron_ray.runtime.dashboard.watch import Watch
 from picotron_ray.runtime.driver import follow_run
@@ -70,28 +70,28 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
 
 
 @pytest.fixture
-def run(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveRun]:
+def run(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveSource]:
     monkeypatch.setattr(follow_run, "poll", coordinator.poll)
     monkeypatch.setattr(follow_run, "ask", coordinator.ask)
-    found = LiveRun("told", object(), None)
+    found = LiveSource("told", object(), None)
     yield found
     found.close()
 
 
-def texts(run: LiveRun) -> list[str]:
+def texts(run: LiveSource) -> list[str]:
     facts = run.look()
     assert facts is not None
     return [event["text"] for event in facts.status["events"]]
 
 
-def test_events_are_asked_for_once_and_kept(run: LiveRun, coordinator: Coordinator) -> None:
+def test_events_are_asked_for_once_and_kept(run: LiveSource, coordinator: Coordinator) -> None:
     assert texts(run) == ["1/1", "1/2"]
     coordinator.events.append(coordinator.event(3))
     assert texts(run) == ["1/1", "1/2", "1/3"]
     assert [since for what, since in coordinator.asked if what == "status"][-1] == 2
 
 
-def test_a_new_term_that_begins_anew_has_its_own_events(run: LiveRun, coordinator: Coordinator) -> None:
+def test_a_new_term_that_begins_anew_has_its_own_events(run: LiveSource, coordinator: Coordinator) -> None:
     texts(run)
     coordinator.term = 2
     coordinator.events = [coordinator.event(1)]
@@ -101,7 +101,7 @@ def test_a_new_term_that_begins_anew_has_its_own_events(run: LiveRun, coordinato
     assert texts(run) == ["2/1", "3/2"]
 
 
-def test_of_many_workers_all_pages_are_asked_for_seldom(coordinator: Coordinator, run: LiveRun) -> None:
+def test_of_many_workers_all_pages_are_asked_for_seldom(coordinator: Coordinator, run: LiveSource) -> None:
     coordinator.members = [f"w1-{rank}" for rank in range(4096)]
     for _ in range(3):
         facts = run.look()
@@ -111,7 +111,7 @@ def test_of_many_workers_all_pages_are_asked_for_seldom(coordinator: Coordinator
     assert sum(what == "status" and isinstance(words, tuple) for what, words in coordinator.asked) == 1
 
 
-def test_what_fires_is_the_first_finding(run: LiveRun, coordinator: Coordinator) -> None:
+def test_what_fires_is_the_first_finding(run: LiveSource, coordinator: Coordinator) -> None:
     facts = run.look()
     assert facts is not None
     first = next(iter(findings(facts)))
@@ -119,7 +119,9 @@ def test_what_fires_is_the_first_finding(run: LiveRun, coordinator: Coordinator)
     assert first["text"] == "straggler (rank 1): it is slow; look at its node"
 
 
-def test_a_run_that_went_back_loses_the_steps_that_are_void(run: LiveRun, coordinator: Coordinator) -> None:
+def test_a_run_that_went_back_loses_the_steps_that_are_void(
+    run: LiveSource, coordinator: Coordinator
+) -> None:
     run.look()
     coordinator.step = 4
     facts = run.look()
@@ -128,7 +130,7 @@ def test_a_run_that_went_back_loses_the_steps_that_are_void(run: LiveRun, coordi
 
 
 def test_storage_that_hangs_keeps_no_look_waiting(
-    run: LiveRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: LiveSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hangs, storage = threading.Event(), store_run(tmp_path)
     monkeypatch.setattr(live, "FIRST_S", 0.1)
@@ -148,7 +150,7 @@ def test_storage_that_hangs_keeps_no_look_waiting(
 
 
 def test_a_page_goes_over_to_storage_when_the_run_ends(
-    run: LiveRun, coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: LiveSource, coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = store_run(tmp_path)
     left: list[bool] = []

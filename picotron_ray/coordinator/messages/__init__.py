@@ -41,6 +41,7 @@ from picotron_ray.coordinator.messages.events import (
     Inventory,
     NodeJoined,
     NodeLost,
+    Order,
     Outcome,
     Planned,
     Retired,
@@ -54,6 +55,7 @@ from picotron_ray.coordinator.messages.events import (
 )
 from picotron_ray.coordinator.messages.figures import STEP_PHASES, BottleneckReport, Measured, RunFigures
 from picotron_ray.coordinator.messages.values import (
+    NO_ORDERS,
     Adapted,
     BusyWorker,
     Commit,
@@ -64,6 +66,7 @@ from picotron_ray.coordinator.messages.values import (
     LayoutQuestion,
     Link,
     Member,
+    NodeDrain,
     NodeTraits,
     OutcomeKind,
     Rewind,
@@ -71,12 +74,14 @@ from picotron_ray.coordinator.messages.values import (
     SlotIdentity,
     SlotInfo,
     Source,
+    StandingOrders,
     StateCopy,
     StateId,
     Strike,
 )
 
 __all__ = [
+    "NO_ORDERS",
     "STEP_PHASES",
     "Adapted",
     "AgentRestarting",
@@ -108,9 +113,11 @@ __all__ = [
     "Link",
     "Measured",
     "Member",
+    "NodeDrain",
     "NodeJoined",
     "NodeLost",
     "NodeTraits",
+    "Order",
     "Outcome",
     "OutcomeKind",
     "PlanLayouts",
@@ -127,6 +134,7 @@ __all__ = [
     "SnapshotSealed",
     "Source",
     "Stalled",
+    "StandingOrders",
     "StartWorker",
     "StateCopy",
     "StateId",

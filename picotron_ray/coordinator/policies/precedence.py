@@ -10,6 +10,8 @@ failure   a process, node or slot is gone, stuck or        the ladder of ``failu
           damaged, or a step raised                        older state, fewer workers
 memory    a device or host ran out of memory               a layout that needs less
 numerics  a step's numbers are not finite, or a spike      left out, a rewind, or the end
+order     an operator's stop, pause, resize, drain,       the same, at a step boundary; in a recovery it
+          or the end of the launch's time                  is obeyed where that would launch
 speed     a drain, room to grow, a plan that came late     another layout, at a step boundary
 adapt     a bottleneck: a straggler, too little memory     a change that ``adapt`` permits, at a boundary,
           left, waiting (its figures, rules of others)     measured, and kept or taken back
@@ -33,8 +35,9 @@ class Concern(IntEnum):
     FAILURE = 0
     MEMORY = 1
     NUMERICS = 2
-    SPEED = 3
-    ADAPTATION = 4
+    ORDER = 3
+    SPEED = 4
+    ADAPTATION = 5
 
 
 def concern_of(kind: FailureKind, cause: str = "") -> Concern:

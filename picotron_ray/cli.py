@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, metrics, run
+from picotron_ray.commands import config, metrics, orders, run
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.doctor import doctor
@@ -39,6 +39,11 @@ app.command("logs")(run.logs)
 app.command("stop")(run.stop)
 app.command("dashboard")(metrics.dashboard)
 app.command("checkpoint-now")(run.checkpoint_now)
+app.command("pause")(orders.pause)
+app.command("resume")(orders.resume)
+app.command("resize")(orders.resize)
+app.command("drain")(orders.drain)
+app.command("nodes")(orders.nodes)
 
 COMMANDS = "picotron_ray.commands"
 """Entry points of packages that bring commands of their own, as sweeps do: a Typer app each, by its name."""

@@ -212,6 +212,7 @@ def standing(memory: MachineMemory) -> dict[str, Any]:
     paused = "" if not memory.paused else "paused" if _rests(memory) else "pausing"
     return {
         "paused": paused,
+        "held_step": memory.held_step if paused == "paused" else None,
         "min_workers": cluster.min_workers,
         "max_workers": cluster.max_workers,
         "resized": memory.resized,

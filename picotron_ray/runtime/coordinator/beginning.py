@@ -61,6 +61,9 @@ def begin_event(
     struck: tuple[m.Strike, ...] = (),
     judged: m.Judged | None = None,
     changed_s_ago: tuple[float, ...] = (),
+    standing: m.StandingOrders = m.NO_ORDERS,
+    left_s: float | None = None,
+    limit: str = "",
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -75,6 +78,8 @@ def begin_event(
         struck: layouts that ran out of memory in earlier terms.
         judged: newest verdict on a change of earlier terms.
         changed_s_ago: changes of earlier terms within the last hour.
+        standing: orders of operators to earlier terms of this launch.
+        left_s, limit: until the launch must be over, and the key that says so.
     """
     kept_by = [slim(agent["kept_by"]) for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -104,6 +109,9 @@ def begin_event(
         deaths=deaths,
         judged=judged,
         changed_s_ago=changed_s_ago,
+        standing=standing,
+        left_s=left_s,
+        limit=limit,
         step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
     )
 

@@ -1,9 +1,12 @@
-"""Time that the launches of a run lived: the pauses between them are no part of it."""
+"""Time that the launches of a run lived: pauses between them, and those of operators, are no part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.resting import PAUSED
 
 
 class LivedTime:
@@ -11,6 +14,8 @@ class LivedTime:
 
     A coordinator that Ray starts again belongs to the same launch: workers train on meanwhile. Of a launch
     that was killed whole the last sign is the newest line of its log, or its newest record.
+
+    A rest is a pause within a launch, by an operator: from when nobody computes to the next generation.
     """
 
     def __init__(self) -> None:
@@ -19,11 +24,19 @@ class LivedTime:
         self.paused_s = 0.0
         """Seconds between launches, together."""
         self._newest_s = 0.0
+        self._rested_s = 0.0  # of rests that are over
+        self._rests_since_s: float | None = None
 
     def recall(self, memo: Mapping[str, Any]) -> None:
         """Learn from a run's record; one of an earlier version knows of no pauses."""
         self.launch, self.paused_s = memo.get("launch", ""), memo.get("paused_s", 0.0)
         self._newest_s = memo["began_s"] + memo["wall_s"]
+        self._rested_s, self._rests_since_s = memo.get("rested_s", 0.0), memo.get("rests_since_s")
+
+    def memo(self) -> dict[str, Any]:
+        """Return what a later term has to know of pauses, as JSON values."""
+        rests = {"rested_s": self._rested_s, "rests_since_s": self._rests_since_s}
+        return {"paused_s": self.paused_s, **rests}
 
     def heard(self, launch: str, at_s: float) -> None:
         """Take a sign of life.
@@ -32,5 +45,26 @@ class LivedTime:
             at_s: seconds since the epoch.
         """
         if self._newest_s and launch != self.launch:
+            self._go_on(self._newest_s)
             self.paused_s += max(0.0, at_s - self._newest_s)
         self.launch, self._newest_s = launch, max(at_s, self._newest_s)
+
+    def observe(self, commands: Sequence[m.Command], at_s: float) -> None:
+        """Note the begin and the end of a rest."""
+        for command in commands:
+            if isinstance(command, m.RunGeneration | m.Finish):
+                self._go_on(at_s)
+            elif isinstance(command, m.Alert) and command.kind == PAUSED and self._rests_since_s is None:
+                self._rests_since_s = at_s
+
+    def _go_on(self, at_s: float) -> None:
+        self._rested_s, self._rests_since_s = self.rested_s(at_s), None
+
+    def rested_s(self, now_s: float) -> float:
+        """Seconds of all rests so far."""
+        since_s = self._rests_since_s
+        return self._rested_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
+
+    def away_s(self, now_s: float) -> float:
+        """Seconds in which nobody was meant to compute."""
+        return self.paused_s + self.rested_s(now_s)

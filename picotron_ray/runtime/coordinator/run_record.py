@@ -36,12 +36,11 @@ from picotron_ray.runtime.coordinator.records import (
     sign_of,
 )
 from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
-from picotron_ray.runtime.coordinator.summary import failure_entry, summary_of
+from picotron_ray.runtime.coordinator.summary import exit_code, failure_entry, summary_of
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
 log = logging.getLogger(__name__)
-EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
 class RunRecord:
@@ -67,6 +66,7 @@ class RunRecord:
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
+        self.orders: dict[str, Any] = {}  # `Machine.orders`
         self.telemetry: dict[str, Any] | None = None  # `RunTelemetry.status`
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
@@ -175,11 +175,12 @@ class RunRecord:
                 **self._owed.memo(),
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
-                "paused_s": (paused_s := self._lived.paused_s),
+                **self._lived.memo(),
             }
+            away_s = self._lived.away_s(time.time())
         wall_s = time.time() - self._began
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
-        share = goodput(facts, wall_s - paused_s)
+        share = goodput(facts, wall_s - away_s)
         return {**memo, "goodput": share, "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
@@ -188,9 +189,11 @@ class RunRecord:
             return failure_ages_s(self._facts, time.time() - self._began)
 
     def past(self) -> dict[str, Any]:
-        """Arguments of `begin_event`: layouts that ran out of memory, verdict and times of changes."""
+        """Arguments of `begin_event`: orders, layouts without memory, verdict and times of changes."""
         with self._lock:
-            return {"struck": self._facts.strikes, **self._facts.adaptation.past(time.time())}
+            standing = self._owed.standing(self._launch, now_s := time.time())
+            found = {"struck": self._facts.strikes, "standing": standing}
+            return {**found, **self._facts.adaptation.past(now_s)}
 
     @property
     def owed(self) -> tuple[m.UserRequest, ...]:
@@ -219,7 +222,8 @@ class RunRecord:
         with self._lock:
             self._line = line or self._line
             self._observe_event(event, at_s)
-            self._owed.observe(self._launch, event, commands)
+            self._owed.observe(self._launch, event, commands, at_s)
+            self._lived.observe(commands, at_s)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
                     self._generation(command.spec, at_s)
@@ -295,10 +299,7 @@ class RunRecord:
             return
         for failure in self._open:
             if generations and failure.struck == str(generations[-1].id):
-                # the outcomes know it better than the last heartbeat did
-                failure.step = generations[-1].end_step
-                failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
-                failure.restored_from = spec.source.kind
+                failure.restored(generations[-1], spec)
         if text := gone_back(generations, spec):
             self.note("info", "gone-back", text, at_s=at_s)
         if generations:
@@ -343,14 +344,15 @@ class RunRecord:
             step = page.get("step", record.end_step if record else 0)
             step_time = page.get("step_time_s") or 0.0
             tokens = self._job.data.global_batch * self._job.data.sequence_length
+            going_on = self.orders.get("paused") or ("running" if self._running else "starting")
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status if self._finish else "running" if self._running else "starting",
+                "state": self._finish.status if self._finish else going_on,
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
-                "stopping": m.UserRequest("stop") in self.owed,
+                "stopping": self._owed.stopping(self._launch),
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 "generation": str(record.id) if record else None,
                 "layout": record.layout if record else None,
@@ -358,6 +360,7 @@ class RunRecord:
                 "members": record.names if record else [],
                 "resume_step": record.start_step if record else 0,
                 "waits": self.waits,
+                "orders": self.orders,
                 "telemetry": self.telemetry,
                 "step": step,
                 "steps": self._job.steps,
@@ -373,7 +376,7 @@ class RunRecord:
                 "failures": [failure_entry(each, self._facts.evidence) for each in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
-                "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
+                "exit_code": exit_code(self._finish.status, self._finish.again) if self._finish else None,
                 "detail": self._finish.detail if self._finish else "",
                 "summary": self._summary,
             }
@@ -387,7 +390,8 @@ class RunRecord:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             wall_s = time.time() - self._began
-            return summary_of(self._job, self._facts, finish, wall_s, wall_s - self._lived.paused_s)
+            away_s, rested_s = self._lived.away_s(time.time()), self._lived.rested_s(time.time())
+            return summary_of(self._job, self._facts, finish, wall_s, wall_s - away_s, rested_s)
 
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:

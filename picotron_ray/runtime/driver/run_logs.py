@@ -8,7 +8,7 @@ from pathlib import Path
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver import follow_run
-from picotron_ray.runtime.driver.control import refuse_no_name
+from picotron_ray.runtime.driver.run_connection import refuse_no_name
 from picotron_ray.runtime.ray_cluster import local_ray
 
 

@@ -93,6 +93,8 @@ class Standing:
         """Check what must have come about by now."""
         sim, memory, say = self._sim, shell.machine.memory, self._sim.violation
         calm = sim.checks_of.promptness.calm_since()
+        if self.limit_at is not None and calm < self.limit_at - OBEYED_S and sim.now > self.limit_at:
+            say(f"still {memory.state} {sim.now - self.limit_at:.1f} s after the time limit")
         if self._rests_since is not None and sim.now - max(calm, self._rests_since) > FREED_S:
             left = [w.name for node in sim.nodes.values() for w in node.workers.values() if w.ready]
             if left:
@@ -120,6 +122,3 @@ class Standing:
             return
         if not finish.again:
             sim.violation("stopped by its time limit, and does not say so")
-        late_s = sim.now - self.limit_at
-        if late_s > 0 and sim.checks_of.promptness.calm_since() < self.limit_at - OBEYED_S:
-            sim.violation(f"stopped {late_s:.1f} s after its time limit, and nothing disturbed it")

@@ -1,4 +1,4 @@
-"""Operators' commands on a run of its own Ray: pause, resume, resize, drain, nodes; SIGUSR1 and time limits."""
+"""Operators' commands on a run of its own Ray: pause, resume, resize, drain, nodes; SIGUSR1, time limits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.runtime.heartbeat import process_alive, read_page
+from picotron_ray.runtime.ray_cluster import local_ray, processes
 from picotron_ray.runtime.ray_cluster.names import event_folder, run_folder
 from tests.support.runs.replays import check_replay
 
@@ -86,23 +87,16 @@ class Run:
         return [json.loads(line)["loss"] for line in read_ledger(storage, good.manifest)]
 
     def coordinator(self) -> int:
-        pids = [
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdecimal() and "ray::Coordinator" in _title(entry) and self.owns(entry)
-        ]
-        (pid,) = pids
+        """Pid of the run's coordinator."""
+        ray = local_ray.find(self.name)
+        assert ray is not None
+        (pid,) = [p for p in processes.members(ray.mark, ray.session) if "ray::Coordinator" in _title(p)]
         return pid
 
-    def owns(self, process: Path) -> bool:
-        """Whether a process has the run's event log open."""
-        folder = str(event_folder(self.name))
-        return any(os.readlink(link).startswith(folder) for link in (process / "fd").iterdir())
 
-
-def _title(process: Path) -> str:
+def _title(pid: int) -> str:
     try:
-        return (process / "cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
 

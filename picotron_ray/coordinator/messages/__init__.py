@@ -53,7 +53,14 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
-from picotron_ray.coordinator.messages.figures import STEP_PHASES, BottleneckReport, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import (
+    STEP_PHASES,
+    BottleneckReport,
+    Measured,
+    RuleAct,
+    RuleFinding,
+    RunFigures,
+)
 from picotron_ray.coordinator.messages.values import (
     NO_ORDERS,
     Adapted,
@@ -126,6 +133,8 @@ __all__ = [
     "Release",
     "Retired",
     "Rewind",
+    "RuleAct",
+    "RuleFinding",
     "RunFigures",
     "RunGeneration",
     "Settings",

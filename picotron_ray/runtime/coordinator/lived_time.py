@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.operator_orders import ORDER
 from picotron_ray.coordinator.resting import PAUSED
+from picotron_ray.observability.goodput import GoodputAccount
 
 
 class LivedTime:
@@ -15,7 +17,7 @@ class LivedTime:
     A coordinator that Ray starts again belongs to the same launch: workers train on meanwhile. Of a launch
     that was killed whole the last sign is the newest line of its log, or its newest record.
 
-    A rest is a pause within a launch, by an operator: from when nobody computes to the next generation.
+    A rest is a pause within a launch, by an operator: from when nobody computes to the order to go on.
     """
 
     def __init__(self) -> None:
@@ -49,13 +51,19 @@ class LivedTime:
             self.paused_s += max(0.0, at_s - self._newest_s)
         self.launch, self._newest_s = launch, max(at_s, self._newest_s)
 
-    def observe(self, commands: Sequence[m.Command], at_s: float) -> None:
-        """Note the begin and the end of a rest."""
+    def observe(self, commands: Sequence[m.Command], at_s: float, account: GoodputAccount) -> None:
+        """Note the begin and the end of a rest, here and in an account of causes."""
         for command in commands:
-            if isinstance(command, m.RunGeneration | m.Finish):
-                self._go_on(at_s)
-            elif isinstance(command, m.Alert) and command.kind == PAUSED and self._rests_since_s is None:
+            rests = self._rests_since_s is not None
+            if isinstance(command, m.Alert) and command.kind == PAUSED and not rests:
                 self._rests_since_s = at_s
+                account.rested(at_s)
+            elif rests and isinstance(command, m.Alert) and command.kind == ORDER:
+                if command.data.get("accepted") and command.data["order"] == "resume":
+                    self._go_on(at_s)
+                    account.resumed(at_s)
+            elif isinstance(command, m.RunGeneration | m.Finish):
+                self._go_on(at_s)
 
     def _go_on(self, at_s: float) -> None:
         self._rested_s, self._rests_since_s = self.rested_s(at_s), None

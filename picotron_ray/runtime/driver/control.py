@@ -14,7 +14,9 @@ from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark, waiting
 from picotron_ray.runtime.driver.console import ProgressView, end_line
-from picotron_ray.runtime.driver.run_connection import connect_to_run, lives, refuse_no_name
+from picotron_ray.runtime.driver.run_connection import connect_to_run as connect_to_run
+from picotron_ray.runtime.driver.run_connection import lives
+from picotron_ray.runtime.driver.run_connection import refuse_no_name as refuse_no_name
 from picotron_ray.runtime.driver.run_orders import drain as drain
 from picotron_ray.runtime.driver.run_orders import nodes as nodes
 from picotron_ray.runtime.driver.run_orders import pause as pause

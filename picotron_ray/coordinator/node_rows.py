@@ -29,7 +29,9 @@ def _row(memory: MachineMemory, node: RosterNode, ranks: dict[str, int]) -> dict
     now = memory.now + memory.slept_s
     workers = [
         {"worker": w.name, "state": w.state, "rank": ranks.get(w.name) if w.state == "busy" else None}
-        for w in memory.roster.workers.on(node.name)
+        for w in sorted(
+            memory.roster.workers.on(node.name), key=lambda w: (ranks.get(w.name, len(ranks)), w.name)
+        )
     ]
     return {
         "node": node.name,

@@ -7,6 +7,7 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import Source
 from picotron_ray.coordinator.states import MachineState
 
+RESTS = "the run is paused"  # reason of its workers' ends, which are no failures
 PAUSED = "paused"  # kind of the alert that tells when nobody computes any more
 
 
@@ -45,7 +46,7 @@ def must_decide(memory: MachineMemory) -> bool:
 def end_workers(memory: MachineMemory) -> None:
     """End whoever lives, or starts."""
     for worker in memory.roster.in_state("starting", "idle", "busy"):
-        kill(memory, worker.name, "the run is paused")
+        kill(memory, worker.name, RESTS)
 
 
 def go_on(memory: MachineMemory) -> None:

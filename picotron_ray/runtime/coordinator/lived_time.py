@@ -7,7 +7,7 @@ from typing import Any
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.operator_orders import ORDER
-from picotron_ray.coordinator.resting import PAUSED
+from picotron_ray.coordinator.resting import PAUSED, RESTS
 from picotron_ray.observability.goodput import GoodputAccount
 
 
@@ -28,6 +28,7 @@ class LivedTime:
         self._newest_s = 0.0
         self._rested_s = 0.0  # of rests that are over
         self._rests_since_s: float | None = None
+        self._resting: set[str] = set()  # workers that were told to end for a rest
 
     def recall(self, memo: Mapping[str, Any]) -> None:
         """Learn from a run's record; one of an earlier version knows of no pauses."""
@@ -64,6 +65,15 @@ class LivedTime:
                     account.resumed(at_s)
             elif isinstance(command, m.RunGeneration | m.Finish):
                 self._go_on(at_s)
+            elif isinstance(command, m.KillWorker) and command.reason == RESTS:
+                self._resting.add(command.worker)
+
+    def ends_for_a_rest(self, event: m.Event) -> bool:
+        """Whether an event is the end of a worker that was told to end for a rest; told once of each."""
+        if not isinstance(event, m.WorkerExited) or event.worker not in self._resting:
+            return False
+        self._resting.remove(event.worker)
+        return True
 
     def _go_on(self, at_s: float) -> None:
         self._rested_s, self._rests_since_s = self.rested_s(at_s), None

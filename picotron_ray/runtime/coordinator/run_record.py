@@ -272,7 +272,7 @@ class RunRecord:
             record.end_step = max(record.end_step, *event.steps.values(), 0)
             if record.end_step > record.start_step:
                 self._went_on(record, at_s)
-        if (sign := sign_of(event)) is not None:
+        if (sign := sign_of(event)) is not None and not self._lived.ends_for_a_rest(event):
             self._failed(*sign, record, at_s)
             bad = event.bad_step if isinstance(event, m.Outcome) and self._open else 0
             if bad and self._open[-1].kind is FailureKind.NUMERICS:

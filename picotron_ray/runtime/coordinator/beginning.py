@@ -58,12 +58,7 @@ def begin_event(
     keeping: Mapping[str, int] | None = None,
     data: str = "",
     deaths: int = 0,
-    struck: tuple[m.Strike, ...] = (),
-    judged: m.Judged | None = None,
-    changed_s_ago: tuple[float, ...] = (),
-    standing: m.StandingOrders = m.NO_ORDERS,
-    left_s: float | None = None,
-    limit: str = "",
+    **more: Any,
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -75,11 +70,7 @@ def begin_event(
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
         data: fingerprint of the run's data; idle workers that see other data are left out.
         deaths: workers that earlier terms of this launch lost and did not replace.
-        struck: layouts that ran out of memory in earlier terms.
-        judged: newest verdict on a change of earlier terms.
-        changed_s_ago: changes of earlier terms within the last hour.
-        standing: orders of operators to earlier terms of this launch.
-        left_s, limit: until the launch must be over, and the key that says so.
+        more: fields that it has as they are, as `RunRecord.past` and the launch's limit say.
     """
     kept_by = [slim(agent["kept_by"]) for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -105,14 +96,9 @@ def begin_event(
         traits=tuple(traits),
         failed_s_ago=failed_s_ago,
         keeping=dict(keeping or {}),
-        struck=struck,
         deaths=deaths,
-        judged=judged,
-        changed_s_ago=changed_s_ago,
-        standing=standing,
-        left_s=left_s,
-        limit=limit,
         step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
+        **more,
     )
 
 

@@ -165,17 +165,10 @@ def follow(
     Raises:
         LostRunError: somebody ended the run or its Ray, or the coordinator stays silent.
     """
-    since, term, heard, requeue = 0, 0, time.monotonic(), False
+    since, term, heard, wish = 0, 0, time.monotonic(), "stop" if stop else ""
     final: dict[str, Any] | None = None
     while not signals.detach:
-        if signals.first_request():
-            progress.say(STOPPING)
-            stop = True
-            _request(coordinator, "stop")
-        if signals.requeue and not requeue:
-            progress.say(REQUEUING)
-            requeue = True
-            _request(coordinator, "requeue")
+        wish = _pass_on(signals, progress, coordinator, wish)
         status = poll(coordinator, since, follower=FOLLOWER)
         if status is None:
             if final is not None:
@@ -185,8 +178,8 @@ def follow(
             _refuse_silent(run, time.monotonic() - heard)
         else:
             heard = time.monotonic()
-            if (stop or requeue) and not status["stopping"] and not status["done"]:
-                _request(coordinator, "stop" if stop else "requeue")
+            if wish and not status["stopping"] and not status["done"]:
+                _request(coordinator, wish)
             if status["term"] != term:
                 asked = since
                 since = since if status["continues"] else 0  # else it numbers its events anew
@@ -203,6 +196,19 @@ def follow(
                 return final
         time.sleep(POLL_S)
     return None
+
+
+def _pass_on(signals: Signals, progress: ProgressView, coordinator: Any, wish: str) -> str:
+    """Ask for what signals say; returns the wish that holds: ``stop``, ``requeue``, or none."""
+    if signals.first_request():
+        progress.say(STOPPING)
+        wish = "stop"
+        _request(coordinator, wish)
+    elif signals.requeue and not wish:
+        progress.say(REQUEUING)
+        wish = "requeue"
+        _request(coordinator, wish)
+    return wish
 
 
 def _pass_over(run: str, status: dict[str, Any], attached: bool, progress: ProgressView) -> int:

@@ -11,7 +11,7 @@ from picotron_ray.errors import ConfigError
 
 
 class HasJob(Protocol):
-    """What a step takes and returns."""
+    """Value that a step takes and returns."""
 
     @property
     def job(self) -> JobConfig: ...

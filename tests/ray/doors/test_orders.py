@@ -110,6 +110,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     )
     if found.process is not None:
         found.process.kill()
+        found.process.communicate()
 
 
 def test_a_paused_run_goes_on_bitwise_also_after_its_coordinator_died(run: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, run, story
+from picotron_ray.commands import config, orders, run, story
 from picotron_ray.commands.alerts import alerts
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
@@ -51,6 +51,11 @@ app.command("report")(story.report)
 app.command("runs")(story.runs)
 app.command("top")(top)
 app.command("checkpoint-now")(run.checkpoint_now)
+app.command("pause")(orders.pause)
+app.command("resume")(orders.resume)
+app.command("resize")(orders.resize)
+app.command("drain")(orders.drain)
+app.command("nodes")(orders.nodes)
 
 COMMANDS = "picotron_ray.commands"
 """Entry points of packages that bring commands of their own, as sweeps do: a Typer app each, by its name."""

@@ -84,6 +84,12 @@ class CorruptError(StorageError):
         self.where = where
 
 
+class NewerSchemaError(PicotronError):
+    """A newer version wrote what is stored: this one must not go on with the run."""
+
+    exit_code = 2
+
+
 class FencedError(PicotronError):
     """A newer coordinator term exists: this writer must stop for good.
 

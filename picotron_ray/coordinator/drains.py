@@ -99,7 +99,7 @@ def _settled(memory: MachineMemory) -> bool:
         return False
     if memory.state is MachineState.STARTING:
         return memory.spec is None
-    if memory.state is MachineState.WAITING:
+    if memory.state in (MachineState.WAITING, MachineState.PAUSED):
         return memory.checkpoints.committed >= memory.held_step
     if memory.state is not MachineState.RUNNING or not memory.progressed:
         return False

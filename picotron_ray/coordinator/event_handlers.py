@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.drains import notice, save
+from picotron_ray.coordinator.drains import notice
 from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.figures_heard import finding, measured
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
 from picotron_ray.coordinator.machine_memory import MachineMemory, ReadSlots
+from picotron_ray.coordinator.operator_orders import order, send_away_again, user_request
 from picotron_ray.coordinator.out_of_memory import OOM, late_verdict, strike_layout
 from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.restore_point import newest_commit
@@ -45,6 +46,7 @@ def node_joined(memory: MachineMemory, event: m.NodeJoined) -> None:
     take_in(memory, event)
     take_up(memory, event.kept, event.kept_by)
     release_committed(memory, event.node)
+    send_away_again(memory, event.node)
     text = f"node {event.node} joined with room for {event.capacity} workers"
     memory.alert("info", "join", text, node=event.node)
     if memory.state is MachineState.COLLECTING:
@@ -355,17 +357,6 @@ def retired(memory: MachineMemory, event: m.Retired) -> None:
     memory.quiet = True
 
 
-def user_request(memory: MachineMemory, event: m.UserRequest) -> None:
-    """Obey a user; members that may have missed a call for a checkpoint are asked again once they train."""
-    if event.what == "stop":
-        memory.stop_requested = True
-        return
-    running = memory.state is MachineState.RUNNING
-    memory.save_asked = not running or not memory.progressed
-    if running:
-        save(memory)
-
-
 def tick(memory: MachineMemory, event: m.Tick) -> None:
     """Change nothing: all that is due at a time is found afterwards."""
 
@@ -388,6 +379,7 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.Fenced: fenced,
     m.DrainNotice: notice,
     m.UserRequest: user_request,
+    m.Order: order,
     m.Planned: planned,
     m.Measured: measured,
     m.BottleneckReport: finding,

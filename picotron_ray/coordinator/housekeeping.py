@@ -8,6 +8,7 @@ from picotron_ray.coordinator.drains import reason_to_leave, save
 from picotron_ray.coordinator.generation_stop import blame, kill, leave, sweep_dying
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import KillWorker, NodeJoined, StartWorker
+from picotron_ray.coordinator.operator_orders import end_surplus, ordered
 from picotron_ray.coordinator.out_of_memory import exit_kind
 from picotron_ray.coordinator.planning import better_plan
 from picotron_ray.coordinator.policies import scale_up
@@ -144,7 +145,9 @@ def keep_house(memory: MachineMemory) -> None:
 
 
 def wanted(memory: MachineMemory) -> int:
-    """Number of workers that the run would have where there is room."""
+    """Number of workers that the run would have where there is room; none while it is paused."""
+    if memory.paused:
+        return 0
     replaced = 0 if memory.job.elastic.replace_workers else memory.deaths
     return max(0, memory.job.cluster.max_workers - replaced)
 
@@ -156,6 +159,8 @@ def start_workers(memory: MachineMemory) -> None:
         memory.state is MachineState.RUNNING and settled
     ):
         return
+    if memory.resized:
+        end_surplus(memory, wanted(memory))
     for node in starts(memory.roster, wanted(memory), memory.now):
         memory.names += 1
         name = f"w{memory.term}-{memory.names}"
@@ -164,7 +169,7 @@ def start_workers(memory: MachineMemory) -> None:
 
 
 def step_running(memory: MachineMemory) -> None:
-    """Stop a healthy generation for a request, a drain, a layout that would make it faster, or a change.
+    """Stop a healthy generation for a request, an order, a drain, a faster layout, or a change.
 
     Where nothing stops it, a checkpoint that was asked for before it trained is made up for.
     """
@@ -174,7 +179,8 @@ def step_running(memory: MachineMemory) -> None:
     if memory.stop_requested:
         leave(memory, "stop requested")
     elif (
-        (reason := obey_rule(memory)) is not None
+        (reason := ordered(memory)) is not None
+        or (reason := obey_rule(memory)) is not None
         or (reason := _drains(memory)) is not None
         or (reason := _grows(memory)) is not None
         or (reason := better_plan(memory)) is not None
@@ -215,7 +221,8 @@ def _grows(memory: MachineMemory) -> str | None:
     slow = avoided(memory.adapted, memory.roster.workers)
     idle = memory.roster.usable() if memory.roster.in_state("idle") else []
     spares = [worker for worker in idle if worker.name not in slow]
-    if not spares or memory.cap is not None or not memory.job.elastic.grow or not memory.progressed:
+    grows = memory.job.elastic.grow or memory.resized
+    if not spares or memory.cap is not None or not grows or not memory.progressed:
         return None
     key = (*memory.roster.version, memory.plans.changes, memory.spec.id)
     if memory.growth_of == key:  # seen before, and too small a gain then
@@ -228,7 +235,8 @@ def _grows(memory: MachineMemory) -> str | None:
     )
     fits = bigger is not None and bigger.layout.world_size > size
     view = scale_up.GrowthView(
-        enabled=memory.job.elastic.grow,
+        enabled=grows,
+        ordered=memory.resized,
         ready_since=min(worker.since for worker in spares),
         starting=memory.roster.workers.count("starting"),
         progressed=memory.progressed,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.append_queue import AppendQueue
@@ -39,12 +40,15 @@ from picotron_ray.coordinator.messages import (
     Tick,
     Uploaded,
 )
+from picotron_ray.coordinator.operator_orders import standing
 from picotron_ray.coordinator.out_of_memory import given_up
 from picotron_ray.coordinator.plan_book import Choose, Default, PlanBook, no_default
 from picotron_ray.coordinator.planning import ask_planner
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.recovery import collect, pick, step_collecting, step_finalising
+from picotron_ray.coordinator.resting import end_workers, go_on, must_decide
 from picotron_ray.coordinator.states import MachineState
+from picotron_ray.coordinator.time_limit import watch_limit
 
 LONGEST_GAP_S = 2.0  # ticks come once a second; a longer gap is the coordinator's own sleep
 REPLY_FACTOR = 10.0  # x retry_deadline_s: an answer from storage that has not come by then was lost
@@ -154,6 +158,7 @@ class Machine:
         if memory.state not in (MachineState.NEW, MachineState.DONE):
             if isinstance(event, Tick):
                 keep_house(memory)
+                watch_limit(memory)
             give_back(memory)
             if memory.state is not MachineState.RUNNING or not isinstance(event, SnapshotSealed | Uploaded):
                 advance(memory)  # else only the checkpoint follows: thousands of nodes say the same
@@ -212,6 +217,11 @@ class Machine:
         }
 
     @property
+    def orders(self) -> dict[str, Any]:
+        """Orders of operators that hold, as ``status`` shows them."""
+        return standing(self.memory)
+
+    @property
     def view(self) -> MachineView:
         memory = self.memory
         return MachineView(
@@ -251,7 +261,11 @@ def _step_starting(memory: MachineMemory) -> None:
     if memory.stop_requested and (memory.spec is None or not memory.roster.nodes):
         memory.finish("stopped", "before training started")
         return
+    if memory.paused and not memory.stop_requested:
+        collect(memory)
+        return
     most = memory.job.cluster.max_workers
+    most = min(most, memory.resumed_with or most)
     if memory.roster.workers.count("idle") < most and not timed_out and not memory.stop_requested:
         return
     ready = len(memory.roster.usable())
@@ -282,6 +296,14 @@ def _step_waiting(memory: MachineMemory) -> None:
         collect(memory)
 
 
+def _step_paused(memory: MachineMemory) -> None:
+    end_workers(memory)
+    if must_decide(memory):
+        collect(memory)
+    elif not memory.paused:
+        go_on(memory)
+
+
 STEPS: Mapping[MachineState, Callable[[MachineMemory], None]] = {
     MachineState.STARTING: _step_starting,
     MachineState.RUNNING: step_running,
@@ -289,5 +311,6 @@ STEPS: Mapping[MachineState, Callable[[MachineMemory], None]] = {
     MachineState.ABORTING: _step_aborting,
     MachineState.COLLECTING: step_collecting,
     MachineState.WAITING: _step_waiting,
+    MachineState.PAUSED: _step_paused,
     MachineState.FINALISING: step_finalising,
 }

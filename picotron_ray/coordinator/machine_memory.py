@@ -187,6 +187,18 @@ class MachineMemory:
     save_asked: bool = False  # a user wants a checkpoint, and members that hear it have yet to be asked
     save_again_at: float = 0.0  # when a snapshot that frees draining nodes is asked for again
     rewind: int | None = None  # checkpoint.resume_step, until it has been obeyed
+    # orders of operators, and the time limit
+    paused: bool = False
+    resized: bool = False  # the numbers of workers in `job` are an operator's
+    sent_away: dict[str, float] = field(default_factory=dict)
+    """Nodes that are to go, and their deadlines on the clock of events; 0: none was given."""
+    rested_with: frozenset[str] = frozenset()  # nodes that were asked what they hold before the pause
+    rested_at: float | None = None  # since when the run is at rest
+    resumed_with: int = 0  # workers that it had before a pause, which are awaited after it
+    ends_at: float | None = None  # when the launch must be over, on the clock of events
+    limit: str = ""  # the config key that says so
+    limit_s: float = 0.0  # what was left when the term began
+    again: bool = False  # it is stopped to be launched again
     # the end
     stop_requested: bool = False
     bad: BadStep | None = None  # first bad step of the present generation
@@ -225,7 +237,7 @@ class MachineMemory:
         uncommitted = status == "failed" or self.seen_step > self.checkpoints.committed
         if self.kept is not None or (status != "finished" and self.storage_fails and uncommitted):
             keep = keep or Source("slots")  # whatever could not be committed
-        self.result = Finish(status, detail, keep)
+        self.result = Finish(status, detail, keep, again=self.again and status == "stopped")
         self.emit(self.result)
         self.go(MachineState.DONE)
 

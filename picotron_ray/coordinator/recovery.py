@@ -38,6 +38,7 @@ from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.rewind import by_rule
 from picotron_ray.coordinator.policies.state_copies import with_copies
+from picotron_ray.coordinator.resting import commit_state, rest
 from picotron_ray.coordinator.resume_state import (
     follow,
     held_slots,
@@ -180,6 +181,9 @@ def _decide(memory: MachineMemory) -> None:
         _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
     settle_change(memory)
+    if memory.paused:
+        rest(memory, point)
+        return
     picked = pick(memory)
     if picked is None and (why_not := given_up(memory)):
         memory.verdict = why_not
@@ -190,7 +194,7 @@ def _decide(memory: MachineMemory) -> None:
         memory.go(MachineState.WAITING)
         memory.held_step = point.step
         if point.step > memory.checkpoints.committed:  # the nodes that hold it may go meanwhile
-            _commit_state(memory, point)
+            commit_state(memory, point)
         return
     _launch(memory, point, why, rewinds, *picked)
 
@@ -301,7 +305,7 @@ def _launch(
     memory.verdict, memory.bad = "", None
     memory.rule_found = None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
-    memory.failing_until = None
+    memory.failing_until, memory.rested_at, memory.resumed_with = None, None, 0
     memory.exhausted, memory.exhausted_until = False, None
     memory.checkpoints.rewound(spec)
     if memory.checkpoints.pending is None:
@@ -356,18 +360,7 @@ def _finalise(memory: MachineMemory, point: Source, status: Literal["finished", 
     memory.go(MachineState.FINALISING)
     memory.final = (status, point.step)
     memory.incident = None
-    _commit_state(memory, point)
-
-
-def _commit_state(memory: MachineMemory, point: Source) -> None:
-    """Make the state to go on from the checkpoint under way."""
-    if point.kind == "slots":  # else it is the newest commit, or nothing was trained
-        assert point.generation is not None
-        state = (point.step, point.generation)
-        if memory.checkpoints.pending is not None and memory.checkpoints.pending.state != state:
-            memory.checkpoints.pending = None
-            memory.appends.drop_commits()
-        memory.checkpoints.start(state, point.slots)
+    commit_state(memory, point)
 
 
 def step_finalising(memory: MachineMemory) -> None:

@@ -4,8 +4,9 @@
 
     NEW ─► STARTING ──────────────► COLLECTING ─► RUNNING ─► LEAVING ──► COLLECTING ...
      └───► RUNNING (adopted)            │  ▲          └────► ABORTING ─► COLLECTING ...
-                                        │  └── WAITING, FINALISING
-                                        └────► WAITING, FINALISING ─► DONE
+                                        │  └── WAITING, PAUSED, FINALISING
+                                        └────► WAITING, PAUSED, FINALISING ─► DONE
+                                                        └─────► STARTING ...
 
 Every decision about where to go on from is taken in one place: when COLLECTING has heard all nodes.
 """
@@ -23,6 +24,7 @@ class MachineState(StrEnum):
     ABORTING = "aborting"  # its members are torn out of their collectives, or killed
     COLLECTING = "collecting"  # asking the nodes which snapshots they hold
     WAITING = "waiting"  # too few workers to go on
+    PAUSED = "paused"  # an operator's order: the state is saved, the workers have ended
     FINALISING = "finalising"  # the last state is being committed
     DONE = "done"
 
@@ -34,9 +36,16 @@ TRANSITIONS: dict[MachineState, frozenset[MachineState]] = {
     MachineState.LEAVING: frozenset({MachineState.ABORTING, MachineState.COLLECTING, MachineState.DONE}),
     MachineState.ABORTING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
     MachineState.COLLECTING: frozenset(
-        {MachineState.RUNNING, MachineState.WAITING, MachineState.FINALISING, MachineState.DONE}
+        {
+            MachineState.RUNNING,
+            MachineState.WAITING,
+            MachineState.PAUSED,
+            MachineState.FINALISING,
+            MachineState.DONE,
+        }
     ),
     MachineState.WAITING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
+    MachineState.PAUSED: frozenset({MachineState.STARTING, MachineState.COLLECTING, MachineState.DONE}),
     MachineState.FINALISING: frozenset({MachineState.COLLECTING, MachineState.DONE}),
     MachineState.DONE: frozenset(),
 }

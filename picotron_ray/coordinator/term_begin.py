@@ -16,6 +16,7 @@ from picotron_ray.coordinator.generation_stop import blame, kill
 from picotron_ray.coordinator.housekeeping import count_death
 from picotron_ray.coordinator.lineage import ancestors
 from picotron_ray.coordinator.machine_memory import MachineMemory
+from picotron_ray.coordinator.operator_orders import send_away_again, take_orders
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.restore_point import newest_commit
@@ -45,7 +46,8 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.struck = together(() if memory.spec is None else memory.spec.struck, event.struck)
     commit = newest_commit(memory.commits, memory.spec, memory.bad_manifests)
     memory.checkpoints.committed = 0 if commit is None else commit.step
-    adopted = event.running if event.running == memory.spec else None
+    take_orders(memory, event)
+    adopted = event.running if event.running == memory.spec and not _rests(event) else None
     _take_over(memory, event, adopted)
     if adopted is not None:
         _adopt(memory, adopted, event.step_s)
@@ -57,6 +59,12 @@ def begin(memory: MachineMemory, event: m.Begin) -> None:
     memory.go(MachineState.STARTING)
     memory.deadline = memory.now + memory.job.cluster.start_timeout_s
     expect_kept(memory, event)
+
+
+def _rests(event: m.Begin) -> bool:
+    """Whether an operator has paused the run, and nobody is in its newest generation any more."""
+    busy = {entry.generation for entry in event.busy}
+    return event.standing.paused and event.running is not None and event.running.id not in busy
 
 
 def _follow_all(memory: MachineMemory, specs: list[m.GenerationSpec]) -> None:
@@ -86,6 +94,7 @@ def _take_over(memory: MachineMemory, event: m.Begin, adopted: m.GenerationSpec 
         if member.node not in memory.roster.nodes:
             memory.roster.join(member.node, here[member.node], memory.now, traits.get(member.node))
             release_committed(memory, member.node)
+            send_away_again(memory, member.node)
         worker = RosterWorker(member.worker, member.node, "idle", memory.now)
         memory.roster.workers[worker.name] = worker
         at = busy.get(worker.name)
@@ -125,6 +134,7 @@ def _adopt(memory: MachineMemory, spec: m.GenerationSpec, step_s: float) -> None
         # not heard is not lost: its call fails, or it stays silent, if it is
         memory.unheard.add(node)
         memory.roster.join(node, here[node], memory.now)
+        send_away_again(memory, node)
         memory.roster.workers[name] = RosterWorker(name, node, "busy", memory.now)
     for name, node in ((each.worker, each.node) for each in missing if each.node in heard):
         text = f"worker {name} on {node} was gone when the coordinator came back"

@@ -17,7 +17,7 @@ running generation's seconds went is told by the page of rank 0, whose phases le
 | ``remesh`` | a change of members or layout without a failure, up to its first step |
 | ``idle`` | waiting for workers |
 | ``finish`` | after the last step: the last commit, and whatever else a launch ends with |
-| ``paused`` | between launches |
+| ``paused`` | between launches, and pauses of operators |
 | ``unknown`` | nobody saw it, as where a whole launch was killed |
 
 ``detect`` to ``recompute`` are also kept for each failure. A failure that strikes while another one is
@@ -155,6 +155,18 @@ class GoodputAccount:
         """Hear that a generation ended in order; ``finished``: with the run's last step."""
         if key == self._generation:
             self._left(at_s, "finish" if finished else "remesh")
+
+    def rested(self, at_s: float) -> None:
+        """Hear that an operator's pause begins: nobody computes."""
+        if self._generation is not None:
+            self._left(at_s, "remesh")
+        self._pass(at_s, self._between)
+        self._between, self._failure = "paused", None
+
+    def resumed(self, at_s: float) -> None:
+        """Hear that an operator's pause is over: workers are started."""
+        self._pass(at_s, self._between)
+        self._between = "remesh"
 
     def ended(self, at_s: float) -> None:
         """Hear that the launch ends."""

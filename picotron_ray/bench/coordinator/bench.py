@@ -138,10 +138,10 @@ class WatchedCoordinator(Coordinator):
     def _open_store(self) -> FakeStore:
         return FakeStore(self._job, lambda step: None)
 
-    def _dispatch(self, event: m.Event) -> None:
+    def _dispatch(self, event: m.Event) -> list[m.Command]:
         began_s, spec = time.monotonic(), self._machine.memory.spec
         state = self._machine.memory.state
-        super()._dispatch(event)
+        commands = super()._dispatch(event)
         now_s, kind = time.monotonic(), type(event).__name__
         self.handled[kind] += 1
         self.commits += isinstance(event, m.Appended) and event.kind == "commit" and bool(event.seq)
@@ -150,6 +150,7 @@ class WatchedCoordinator(Coordinator):
             self.launched_s, self.chosen_s = now_s, self._answered_s
         if self._machine.memory.state is MachineState.ABORTING and state is not MachineState.ABORTING:
             self.ordered_s, self.decided_s = now_s, self._answered_s
+        return commands
 
     @property
     def state(self) -> MachineState:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded
+from picotron_ray.checkpoint.store.schema import refuse_newer
 from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.layout.cover import missing
 from picotron_ray.layout.shards import DTYPE_BYTES, Box, Shard, whole
@@ -144,8 +145,9 @@ class Manifest:
 
 
 def decode_manifest(key: str, data: bytes) -> Manifest:
-    """Parse a manifest; CorruptError where it is damaged, incomplete or of an unknown schema."""
+    """Parse a manifest; CorruptError where it is damaged or incomplete, NewerSchemaError of a newer one."""
     value = decode_json(key, data)
+    refuse_newer(f"manifest {key}", value.get("schema"), SCHEMA)
     if value.get("schema") != SCHEMA:
         raise CorruptError(
             f"manifest {key} has schema {value.get('schema')!r}, this version reads {SCHEMA}", where=key

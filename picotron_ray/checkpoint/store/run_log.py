@@ -48,6 +48,7 @@ from picotron_ray.checkpoint.store.log_blocks import (
     whole_blocks,
     write_block,
 )
+from picotron_ray.checkpoint.store.schema import refuse_newer
 from picotron_ray.checkpoint.store.term_claim import Launch
 from picotron_ray.errors import AlreadyExistsError, CorruptError, FencedError, NotFoundError, StorageError
 
@@ -91,18 +92,16 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entry(seq: int, data: bytes) -> Entry:
-    """Parse an entry; CorruptError where it is truncated, damaged, misplaced or of a newer schema."""
+    """Parse an entry; CorruptError where it is truncated, damaged or misplaced, else NewerSchemaError."""
     key = entry_key(seq)
     value = decode_json(key, data)
     digest = value.pop("digest", None)
     if digest != _digest(value):
         raise CorruptError(f"log entry {key} does not match its digest; it is skipped", where=key)
+    refuse_newer(f"log entry {key}", value["schema"], SCHEMA)
     if value["schema"] != SCHEMA or value["seq"] != seq:
-        raise CorruptError(
-            f"log entry {key}: schema {value['schema']}, number {value['seq']}; expected schema {SCHEMA},"
-            f" number {seq}",
-            where=key,
-        )
+        saw = f"schema {value['schema']}, number {value['seq']}"
+        raise CorruptError(f"log entry {key}: {saw}; expected schema {SCHEMA}, number {seq}", where=key)
     return Entry(seq, value["kind"], value["term"], value["writer"], value["nonce"], value["body"])
 
 

@@ -12,6 +12,14 @@ RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
+def _as_text(value: Any) -> Any:
+    """Take what YAML reads as a time for its text; a config knows no clock."""
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+Moment = Annotated[str, BeforeValidator(_as_text)]
+
+
 class ClusterConfig(Section):
     """Machines to use: numbers of workers, their device, CPU slots and memory.
 
@@ -44,6 +52,17 @@ class ClusterConfig(Section):
         default=False,
         description="Ray's autoscaler adds nodes: ask it for what is missing of max_workers, and wait for"
         " min_workers rather than refuse a cluster that is too small now",
+    )
+    max_wall_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="longest time from a launch's begin to its end: it stops with a commit while there is"
+        " just time for one, and exits with 75, so that a queue launches it again; null: no limit",
+    )
+    deadline: Moment | None = Field(
+        default=None,
+        description="absolute time by which a launch must be over, as max_wall_s has it: ISO 8601 with a"
+        " zone, such as 2027-01-31T08:00:00Z; one that has passed is refused; null: none",
     )
     failure_domain_label: str | None = Field(
         default="ray.io/availability-zone",

@@ -11,6 +11,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import PHASES
 from picotron_ray.config.storage_urls import server_problems, url_problems
 
+ZONED = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}:\d{2})")
+"""ISO 8601 time with a zone; whether its day exists, and is to come, is for those who have a clock."""
 LABEL_KEY = re.compile(
     r"(?=.{1,316}$)([A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 )
@@ -54,6 +56,11 @@ def _cluster(job: JobConfig) -> Iterator[Problem]:
             f"saw {elastic.max_rewinds}, expected less than"
             f" elastic.skip_window_steps={elastic.skip_window_steps}, or the run may go back for ever",
             ("elastic.skip_window_steps",),
+        )
+    if cluster.deadline is not None and not ZONED.fullmatch(cluster.deadline):
+        yield Problem(
+            "cluster.deadline",
+            f"saw {cluster.deadline!r}, expected an absolute time with a zone, such as 2027-01-31T08:00:00Z",
         )
     label = cluster.failure_domain_label
     if label is not None and not LABEL_KEY.fullmatch(label):

@@ -41,6 +41,7 @@ from picotron_ray.coordinator.messages.events import (
     Inventory,
     NodeJoined,
     NodeLost,
+    Order,
     Outcome,
     Planned,
     Retired,
@@ -61,6 +62,7 @@ from picotron_ray.coordinator.messages.figures import (
     RunFigures,
 )
 from picotron_ray.coordinator.messages.values import (
+    NO_ORDERS,
     Adapted,
     BusyWorker,
     Commit,
@@ -71,6 +73,7 @@ from picotron_ray.coordinator.messages.values import (
     LayoutQuestion,
     Link,
     Member,
+    NodeDrain,
     NodeTraits,
     OutcomeKind,
     Rewind,
@@ -78,12 +81,14 @@ from picotron_ray.coordinator.messages.values import (
     SlotIdentity,
     SlotInfo,
     Source,
+    StandingOrders,
     StateCopy,
     StateId,
     Strike,
 )
 
 __all__ = [
+    "NO_ORDERS",
     "STEP_PHASES",
     "Adapted",
     "AgentRestarting",
@@ -115,9 +120,11 @@ __all__ = [
     "Link",
     "Measured",
     "Member",
+    "NodeDrain",
     "NodeJoined",
     "NodeLost",
     "NodeTraits",
+    "Order",
     "Outcome",
     "OutcomeKind",
     "PlanLayouts",
@@ -136,6 +143,7 @@ __all__ = [
     "SnapshotSealed",
     "Source",
     "Stalled",
+    "StandingOrders",
     "StartWorker",
     "StateCopy",
     "StateId",

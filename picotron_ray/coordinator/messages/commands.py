@@ -157,11 +157,13 @@ class Finish:
 
     ``keep`` is a state that could not be committed: its slots stay for the next launch, the others go. A
     source without a generation stands for all slots; None: nothing is kept.
+    ``again``: it was stopped to be launched again, for a time limit or a queue.
     """
 
     status: Literal["finished", "failed", "stopped", "storage", "fenced"]
     detail: str = ""
     keep: Source | None = None
+    again: bool = False
 
 
 Command = (

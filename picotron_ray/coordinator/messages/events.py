@@ -7,6 +7,7 @@ from typing import Literal
 
 from picotron_ray.coordinator.messages.figures import BottleneckReport, Measured, RuleFinding
 from picotron_ray.coordinator.messages.values import (
+    NO_ORDERS,
     BusyWorker,
     Commit,
     GenerationId,
@@ -17,6 +18,7 @@ from picotron_ray.coordinator.messages.values import (
     NodeTraits,
     OutcomeKind,
     SlotInfo,
+    StandingOrders,
     Strike,
 )
 from picotron_ray.layout.layout import Layout
@@ -49,6 +51,9 @@ class Begin:
     calibration: Calibration = NONE  # of the cost model, by earlier runs on this cluster
     judged: Judged | None = None  # newest verdict on a change, which no spec may have yet
     changed_s_ago: tuple[float, ...] = ()  # changes of earlier terms within the last hour, oldest first
+    standing: StandingOrders = NO_ORDERS  # of operators, to earlier terms of this launch
+    left_s: float | None = None  # until the launch must be over; None: it has no limit
+    limit: str = ""  # the config key that says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,26 @@ class DrainNotice:
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
-    what: Literal["stop", "checkpoint"]
+    """Request of whoever follows the run. ``requeue``: stop, as who asks will launch the run again."""
+
+    what: Literal["stop", "checkpoint", "requeue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Order of an operator, which an alert of kind ``order`` answers at once: accepted or refused, and why.
+
+    Fields:
+        min_workers, max_workers: resize; 0: as it is.
+        node: drain.
+        left_s: drain: seconds that the node has; 0: no deadline is given.
+    """
+
+    what: Literal["pause", "resume", "resize", "drain"]
+    min_workers: int = 0
+    max_workers: int = 0
+    node: str = ""
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +314,7 @@ Event = (
     | Fenced
     | DrainNotice
     | UserRequest
+    | Order
     | Planned
     | Measured
     | BottleneckReport

@@ -257,6 +257,33 @@ class GenerationSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDrain:
+    """Node that an operator sends away. ``left_s``: seconds that it still has; 0: no deadline was given."""
+
+    node: str
+    left_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StandingOrders:
+    """Orders of operators that hold until they are taken back, or the launch ends.
+
+    Fields:
+        paused: the run is not to compute.
+        min_workers, max_workers: instead of the job's; 0: the job's hold.
+        draining: nodes that are to go.
+    """
+
+    paused: bool = False
+    min_workers: int = 0
+    max_workers: int = 0
+    draining: tuple[NodeDrain, ...] = ()
+
+
+NO_ORDERS = StandingOrders()
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """A committed checkpoint, as the log holds it."""
 

@@ -10,6 +10,8 @@ failure   a process, node or slot is gone, stuck or        the ladder of ``failu
           damaged, or a step raised                        older state, fewer workers
 memory    a device or host ran out of memory               a layout that needs less
 numerics  a step's numbers are not finite, or a spike      left out, a rewind, or the end
+order     an operator's stop, pause, resize, drain,       the same, at a step boundary; in a recovery it
+          or the end of the launch's time                  is obeyed where that would launch
 speed     a drain, room to grow, a plan that came late     another layout, at a step boundary
 rule      what a rule over telemetry found, where          at a boundary: older weights (with numerics), a
           ``alerts.act`` names the rule                    node moved off, a checkpoint now (with speed)
@@ -37,8 +39,9 @@ class Concern(IntEnum):
     FAILURE = 0
     MEMORY = 1
     NUMERICS = 2
-    SPEED = 3
-    ADAPTATION = 4
+    ORDER = 3
+    SPEED = 4
+    ADAPTATION = 5
 
 
 def concern_of(kind: FailureKind, cause: str = "") -> Concern:

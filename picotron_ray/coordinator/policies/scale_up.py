@@ -23,6 +23,7 @@ class GrowthView:
     steps_left: int
     cost_s: float  # of the present layout
     bigger_cost_s: float | None  # of the layout with all ready workers; None: none fits that is bigger
+    ordered: bool = False  # by an operator, who need not gain by it
 
 
 def decide(now: float, view: GrowthView) -> tuple[bool, str]:
@@ -39,6 +40,8 @@ def decide(now: float, view: GrowthView) -> tuple[bool, str]:
         return False, f"{view.starting} more workers are on their way"
     if view.bigger_cost_s is None:
         return False, "no bigger layout fits"
+    if view.ordered:
+        return True, "an operator asked for more workers"
     if view.bigger_cost_s > view.cost_s * (1 - LEAST_GAIN):
         return False, f"no gain: {view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s a step by estimate"
     return True, f"{view.bigger_cost_s:.3g} s against {view.cost_s:.3g} s a step by estimate"

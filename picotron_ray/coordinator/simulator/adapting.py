@@ -16,16 +16,13 @@ from picotron_ray.config.schema.adapt import AdaptKind
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.adaptation import ADAPT
-from picotron_ray.coordinator.codec import plain
-from picotron_ray.coordinator.machine import Machine
-from picotron_ray.coordinator.replay import QuietHeartbeats
 from picotron_ray.coordinator.simulator.changes import Changes
 from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator, plan
+from picotron_ray.coordinator.simulator.replaying import ReplayingShell
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import LIMIT_S, Report
-from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.training import SimGeneration
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
@@ -166,15 +163,13 @@ class AdaptingSim(Sim):
         )
 
 
-class AdaptingShell(Shell):
-    """Coordinator whose events are kept, for a replay."""
+class AdaptingShell(ReplayingShell):
+    """Coordinator of a run that adapts."""
+
+    sim: AdaptingSim
 
     def __init__(self, sim: AdaptingSim) -> None:
-        super().__init__(sim)
-        self.machine = Machine(sim.job, default=default)
-        self.heard_events: list[tuple[float, m.Event, float, bool, list[m.Command]]] = []
-        self._handle = self.machine.handle
-        self.machine.handle = self._kept  # type: ignore[method-assign]
+        super().__init__(sim, default)
         sim.shells.append(self)
         self._changes = sim.changes
         self.remembered = sim.changes.past
@@ -188,15 +183,7 @@ class AdaptingShell(Shell):
             self._changes.begun(command)
         super().run_generation(command)
 
-    def _kept(self, event: m.Event, now: float, slept_s: float | None = None) -> list[m.Command]:
-        before = self.machine.memory.state
-        commands = self._handle(event, now, slept_s)
-        told = now, event, self.machine.slept_s, self.machine.eventful, commands
-        self.heard_events.append(told)
-        self._check(before, commands)
-        return commands
-
-    def _check(self, before: MachineState, commands: list[m.Command]) -> None:
+    def judged(self, before: MachineState, commands: list[m.Command]) -> None:
         memory, say = self.machine.memory, self.sim.violation
         applied = [c for c in commands if isinstance(c, m.Alert) and c.kind == ADAPT]
         if any(alert.data["action"] == "apply" for alert in applied):
@@ -211,24 +198,6 @@ class AdaptingShell(Shell):
             rows = spec.layout.replica_rows
             if rows and (sum(rows) != BATCH or len(rows) != spec.layout.dp):
                 say(f"generation {spec.id} feeds {rows}, the batch is {BATCH}")
-
-    def replays(self) -> str:
-        """Replay the events, quiet heartbeats folded as the event log does; returns the first difference."""
-        machine, quiet = Machine(self.sim.job, default=default), QuietHeartbeats()
-        for now, event, slept_s, eventful, commands in self.heard_events:
-            if not eventful:
-                quiet.add(now, event)
-                continue
-            beats = [(at, m.Heartbeat(node, _read(of), {"": step})) for at, node, of, step in quiet.take()]
-            machine.absorb(beats)
-            if machine.handle(event, now, slept_s) != commands:
-                return f"term {self.term}: {event} at {now:.3f} s replays otherwise"
-        return ""
-
-
-def _read(generation: Any) -> m.GenerationId | None:
-    found = plain(generation)
-    return None if found is None else m.GenerationId(**found)
 
 
 def simulate_adapting(seed: int, kill_at: str = "") -> tuple[Report, int]:

@@ -179,11 +179,11 @@ class Checks:
 
     def _uses_all_it_can(self, shell: CoordinatorProtocol) -> None:
         """Check that, long after the last fault, a run trains on as many workers as its planner wants."""
-        spec, job = shell.machine.memory.spec, self.sim.job
+        spec = shell.machine.memory.spec
         if spec is None or self.stepped_at < max(self.sim.quiet_at, self.launched_at) + CALM_S:
             return
         room = sum(node.capacity for node in self.sim.nodes.values())
-        wanted = self.sim.choose(min(room, job.cluster.max_workers), (), 0, 0).layout.world_size
+        wanted = self.sim.choose(min(room, self.sim.most_workers), (), 0, 0).layout.world_size
         if len(spec.members) < wanted:
             self.sim.violation(f"ended on {len(spec.members)} workers, {wanted} were to be had")
 
@@ -200,7 +200,7 @@ class Checks:
         names = {member.worker for member in spec.members}
         if len(names) != len(spec.members) or len(names) != spec.layout.world_size:
             self.sim.violation(f"generation {spec.id} has {len(names)} members for {spec.layout}")
-        if len(names) > self.sim.job.cluster.max_workers:
+        if self.sim.shell is shell and len(names) > self.sim.most_workers:
             self.sim.violation(f"generation {spec.id} has more than max_workers members")
         chains = self.histories.chains(shell, shell.newest)
         self._source_is_sound(shell, spec, chains)

@@ -60,7 +60,10 @@ class Promptness:
     def ticked(self, shell: CoordinatorProtocol) -> None:
         """Check after every tick of the present coordinator how long it has been in its state."""
         sim, state = self.sim, shell.machine.memory.state
-        if sim.shell is not shell or state not in LONGEST_S:
+        if sim.shell is not shell:
+            return
+        if state not in LONGEST_S:
+            self._state = state
             return
         self._called(shell)
         if shell is not self._shell or state is not self._state:

@@ -155,6 +155,11 @@ class Sim:
         return next((node.workers[name] for node in self.nodes.values() if name in node.workers), None)
 
     @property
+    def most_workers(self) -> int:
+        """Most workers that a generation may have now."""
+        return self.job.cluster.max_workers
+
+    @property
     def launched(self) -> bool:
         """Whether a generation ever was."""
         return bool(self.generations)

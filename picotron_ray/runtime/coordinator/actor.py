@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from ray.util import get_node_ip_address
 
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.term_claim import launch_of
-from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
@@ -53,8 +51,10 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
+from picotron_ray.runtime.coordinator.launch_limit import left
 from picotron_ray.runtime.coordinator.log_service import CoordinatorLogs, LastLines
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
+from picotron_ray.runtime.coordinator.operator_door import OperatorDoor
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -74,7 +74,7 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator(AlertCalls, CoordinatorLogs):
+class Coordinator(AlertCalls, CoordinatorLogs, OperatorDoor):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
@@ -148,20 +148,12 @@ class Coordinator(AlertCalls, CoordinatorLogs):
             found["waiting"] = self._followers.answered(follower, found["done"], time.monotonic())
         return found
 
-    def config(self) -> dict[str, Any]:
-        """Return the config that the run goes on with, without secrets."""
-        return public_dict(self._job)
-
     def attached(self, submission: dict[str, Any]) -> None:
         """Note a driver in a Ray job that follows the run; told again after every restart."""
         self._record.attached(submission)
 
-    def pid(self) -> int:
-        """Return the process id, for drills that kill it."""
-        return os.getpid()
-
     def request(self, what: str) -> None:
-        """Ask for a ``stop`` (with a commit) or a ``checkpoint``."""
+        """Ask for a ``stop`` (with a commit), the same for a ``requeue``, or a ``checkpoint``."""
         self._post(m.UserRequest(what))  # type: ignore[arg-type]
 
     def heartbeats(self, caller: str, beats: dict[str, list[dict[str, Any]]]) -> str:
@@ -226,12 +218,12 @@ class Coordinator(AlertCalls, CoordinatorLogs):
         spec = self._machine.memory.spec
         self._executor.spawn(self._evidence.heard(event, spec, self._dispatch))
 
-    def _dispatch(self, event: m.Event) -> None:
+    def _dispatch(self, event: m.Event) -> list[m.Command]:
         if self._executor.ending:
-            return
+            return []
         if not self._begun and not isinstance(event, m.Begin):
             self._early.keep(event)
-            return
+            return []
         now = time.monotonic()
         if isinstance(event, m.WorkerExited):
             self._last_lines.gone(event.worker)
@@ -239,7 +231,7 @@ class Coordinator(AlertCalls, CoordinatorLogs):
             commands = self._machine.handle(event, now)
         except Exception as error:  # noqa: BLE001 (told by exit)
             self._supervisor.exit("the machine", error)
-            return
+            return []
         if commands or not isinstance(event, m.Tick | m.Heartbeat):
             log.debug("%s -> %s", event, commands)
         self._observe(now, event, commands)
@@ -250,6 +242,7 @@ class Coordinator(AlertCalls, CoordinatorLogs):
                 self._supervisor.guarded(
                     f"command {type(command).__name__}", self._executor.carry_out, command
                 )
+        return commands
 
     def _observe(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
         """Let everything follow that decides nothing; an error there keeps no command from being obeyed."""
@@ -303,9 +296,10 @@ class Coordinator(AlertCalls, CoordinatorLogs):
             await self._end(record.ended)
             return
         kept = {} if running else await self._cluster.keeping(specs)
+        limit = left(self._job.cluster, self._options.get("launched_s", time.time()), time.time())
         past = self._cluster.traits, record.failed_s_ago(), kept, store.data, record.deaths
         begin = await self._calibrations.begin(
-            begin_event(term, commits, specs, found, *past, **record.past())
+            begin_event(term, commits, specs, found, *past, **(record.past() | limit))
         )
         self._cluster.adopt_workers(begin.workers)
         self._begun = True
@@ -327,7 +321,7 @@ class Coordinator(AlertCalls, CoordinatorLogs):
     async def _tick(self) -> None:
         for event in (m.Tick(), *self._telemetry.due(self._machine.memory.spec, time.monotonic())):
             self._dispatch(event)
-        self._record.waits = self._machine.waits
+        self._record.waits, self._record.orders = self._machine.waits, self._machine.orders
 
     async def _watch_nodes(self, going: Callable[[], bool]) -> None:
         room = RoomRequest()

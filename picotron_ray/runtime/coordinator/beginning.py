@@ -58,9 +58,7 @@ def begin_event(
     keeping: Mapping[str, int] | None = None,
     data: str = "",
     deaths: int = 0,
-    struck: tuple[m.Strike, ...] = (),
-    judged: m.Judged | None = None,
-    changed_s_ago: tuple[float, ...] = (),
+    **more: Any,
 ) -> m.Begin:
     """Return the first event of a term.
 
@@ -72,9 +70,7 @@ def begin_event(
         keeping: nodes that keep slots of an earlier launch, and their newest steps.
         data: fingerprint of the run's data; idle workers that see other data are left out.
         deaths: workers that earlier terms of this launch lost and did not replace.
-        struck: layouts that ran out of memory in earlier terms.
-        judged: newest verdict on a change of earlier terms.
-        changed_s_ago: changes of earlier terms within the last hour.
+        more: fields that it has as they are, as `RunRecord.past` and the launch's limit say.
     """
     kept_by = [slim(agent["kept_by"]) for agent in found.values() if agent.get("kept_by")]
     specs = [agent["spec"] for agent in found.values() if agent["spec"]]
@@ -100,11 +96,9 @@ def begin_event(
         traits=tuple(traits),
         failed_s_ago=failed_s_ago,
         keeping=dict(keeping or {}),
-        struck=struck,
         deaths=deaths,
-        judged=judged,
-        changed_s_ago=changed_s_ago,
         step_s=max((agent.get("step_s", 0.0) for agent in found.values()), default=0.0),
+        **more,
     )
 
 

@@ -68,6 +68,7 @@ class Cluster(Greetings):
         self._needs: WorkerNeeds | None = None
         self._joining: dict[str, asyncio.Task[list[NodeEvent]]] = {}  # nodes whose agent is coming up
         self._refused: dict[str, float] = {}  # node that may not take part: when it is asked again
+        self._freed: set[str] = set()  # nodes that were given back
         self._capacity: dict[str, int] = {}  # as last told, of the nodes that may take part
         self._versions = node_versions(job)
         self.groups = BeatGroups(job.elastic.heartbeat_s)
@@ -101,7 +102,7 @@ class Cluster(Greetings):
         """Have new nodes join, all at once; those that take longer than ``LOOK_S`` join in a later look."""
         going = await asyncio.to_thread(draining_nodes)
         fresh = views.keys() - set(self._order) | self._due(views)
-        for node in sorted(fresh - self._joining.keys() - going.keys()):
+        for node in sorted(fresh - self._joining.keys() - going.keys() - self._freed):
             self._joining[node] = asyncio.create_task(self._join(term, views[node]))
         if self._joining:
             await asyncio.wait(self._joining.values(), timeout=LOOK_S)
@@ -252,6 +253,7 @@ class Cluster(Greetings):
             is_newest: as for ``kill_worker``.
         """
         agent, workers = self._agents.get(node), self._workers_of(node)
+        self._freed.add(node)  # Ray may hold it to be as good as any other
         self._forget(node)  # first, or its end would count as a loss
         if agent is not None:
             await self._close_nodes(term, None, {node: agent}, {node: workers}, is_newest)

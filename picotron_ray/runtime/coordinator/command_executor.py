@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from ray.exceptions import RayError
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.operator_orders import ORDER
 from picotron_ray.coordinator.out_of_memory import STRUCK
 from picotron_ray.coordinator.policies.store_home import StoreSearch
 from picotron_ray.runtime.coordinator.adaptation_record import judged_by
@@ -67,7 +68,7 @@ class CommandExecutor:
         cluster: Cluster,
         store: RunStore,
         record: RunRecord,
-        report: Callable[[m.Event], None],
+        report: Callable[[m.Event], object],
         plan: Callable[[Sequence[m.LayoutQuestion]], None],
     ) -> None:
         self._loop = loop
@@ -341,8 +342,8 @@ class CommandExecutor:
             self._outage.waited(time.monotonic())
         if command.kind == "commit":
             self._outage.over(time.monotonic())
-        if command.kind == STRUCK or judged_by(command):
-            self.keeper.keep()  # the next generation's entry, which has it too, may never be written
+        if command.kind in (STRUCK, ORDER) or judged_by(command):
+            self.keeper.keep()  # the next generation's entry may never be written, and has no orders
 
     _methods: ClassVar[dict[type, Callable[[CommandExecutor, Any], None]]] = {
         m.StartWorker: _start_worker,

@@ -57,7 +57,7 @@ class Evidence:
             self._keep(f"evidence/{path.name}", ".".join(path.name.split("-")[:2]), False)
 
     async def heard(
-        self, event: Stalled, spec: GenerationSpec | None, pass_on: Callable[[Stalled], None]
+        self, event: Stalled, spec: GenerationSpec | None, pass_on: Callable[[Stalled], object]
     ) -> None:
         """Pass a stall of the running generation on, once there is evidence, or an error; others at once."""
         try:

@@ -68,7 +68,7 @@ class GenerationCalls:
     def __init__(
         self,
         cluster: Cluster,
-        report: Callable[[m.Event], None],
+        report: Callable[[m.Event], object],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         going: Callable[[], bool],
     ) -> None:

@@ -15,7 +15,7 @@ class OwnerWatch:
     """Watch of one run. An error in it says nothing of the owner: it is told, and the watch goes on."""
 
     def __init__(
-        self, process: dict[str, Any], record: RunRecord, dispatch: Callable[[m.Event], None]
+        self, process: dict[str, Any], record: RunRecord, dispatch: Callable[[m.Event], object]
     ) -> None:
         self._process, self._record, self._dispatch = process, record, dispatch
         self._orphaned = False

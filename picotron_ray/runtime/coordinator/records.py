@@ -61,6 +61,12 @@ class FailureRecord:
     restored_from: str = ""
     struck: str = ""  # the generation that it struck, as term.n
 
+    def restored(self, struck: GenerationRecord, by: m.GenerationSpec) -> None:
+        """Note what a later generation began with; outcomes know the step better than heartbeats did."""
+        self.step = struck.end_step
+        self.lost_steps = max(0, struck.end_step - by.resume_step)
+        self.restored_from = by.source.kind
+
 
 @dataclass(slots=True)
 class GenerationRecord:

@@ -37,12 +37,11 @@ from picotron_ray.runtime.coordinator.records import (
     sign_of,
 )
 from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
-from picotron_ray.runtime.coordinator.summary import summary_of, training_status
+from picotron_ray.runtime.coordinator.summary import exit_code, summary_of, training_status
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
 log = logging.getLogger(__name__)
-EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
 
 
 class RunRecord:
@@ -68,6 +67,7 @@ class RunRecord:
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
+        self.orders: dict[str, Any] = {}  # `Machine.orders`
         self.telemetry: dict[str, Any] | None = None  # `Round.status`
         self.windows: Callable[[], dict[str, dict[str, float]]] = dict  # `Samples.windows`
 
@@ -181,12 +181,13 @@ class RunRecord:
                 **self._owed.memo(),
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
-                "paused_s": (paused_s := self._lived.paused_s),
+                **self._lived.memo(),
                 "loss": self._facts.leader(self._facts.newest).get("loss"),
             }
+            away_s = self._lived.away_s(time.time())
         wall_s = time.time() - self._began
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
-        share = goodput(facts, wall_s - paused_s)
+        share = goodput(facts, wall_s - away_s)
         return {**memo, "goodput": share, "wall_s": wall_s, "facts": plain_facts(facts)}
 
     def failed_s_ago(self) -> tuple[float, ...]:
@@ -195,9 +196,11 @@ class RunRecord:
             return failure_ages_s(self._facts, time.time() - self._began)
 
     def past(self) -> dict[str, Any]:
-        """Arguments of `begin_event`: layouts that ran out of memory, verdict and times of changes."""
+        """Arguments of `begin_event`: orders, layouts without memory, verdict and times of changes."""
         with self._lock:
-            return {"struck": self._facts.strikes, **self._facts.adaptation.past(time.time())}
+            standing = self._owed.standing(self._launch, now_s := time.time())
+            found = {"struck": self._facts.strikes, "standing": standing}
+            return {**found, **self._facts.adaptation.past(now_s)}
 
     @property
     def owed(self) -> tuple[m.UserRequest, ...]:
@@ -227,7 +230,8 @@ class RunRecord:
             self._line = line or self._line
             self._facts.account.passed(at_s, waiting=self.waits is not None)
             self._observe_event(event, at_s)
-            self._owed.observe(self._launch, event, commands)
+            self._owed.observe(self._launch, event, commands, at_s)
+            self._lived.observe(commands, at_s, self._facts.account)
             for command in commands:
                 if isinstance(command, m.RunGeneration):
                     self._generation(command.spec, at_s)
@@ -268,7 +272,7 @@ class RunRecord:
             record.end_step = max(record.end_step, *event.steps.values(), 0)
             if record.end_step > record.start_step:
                 self._went_on(record, at_s)
-        if (sign := sign_of(event)) is not None:
+        if (sign := sign_of(event)) is not None and not self._lived.ends_for_a_rest(event):
             self._failed(*sign, record, at_s)
             bad = event.bad_step if isinstance(event, m.Outcome) and self._open else 0
             if bad and self._open[-1].kind is FailureKind.NUMERICS:
@@ -309,10 +313,7 @@ class RunRecord:
             return
         for failure in self._open:
             if generations and failure.struck == str(generations[-1].id):
-                # the outcomes know it better than the last heartbeat did
-                failure.step = generations[-1].end_step
-                failure.lost_steps = max(0, generations[-1].end_step - spec.resume_step)
-                failure.restored_from = spec.source.kind
+                failure.restored(generations[-1], spec)
         if text := gone_back(generations, spec):
             self.note("info", "gone-back", text, at_s=at_s)
         if generations:
@@ -351,18 +352,20 @@ class RunRecord:
             page, pages = self._facts.leader(self._facts.newest), self._facts.pages
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
+            going_on = self.orders.get("paused") or ("running" if self._running else "starting")
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
-                "state": self._finish.status if self._finish else "running" if self._running else "starting",
+                "state": self._finish.status if self._finish else going_on,
                 "term": self._term,
                 "continues": self._continues,
                 "recalled": self._recalled,
-                "stopping": m.UserRequest("stop") in self.owed,
+                "stopping": self._owed.stopping(self._launch),
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
                 **training_status(self._job, self._facts),
                 **self._facts.account.told(time.time()),
                 "waits": self.waits,
+                "orders": self.orders,
                 "telemetry": self.telemetry,
                 "windows": self.windows() if most_pages is None else {},
                 "uncommitted": bool(self._trouble),
@@ -371,7 +374,7 @@ class RunRecord:
                 "metrics": self._metrics,
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
-                "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
+                "exit_code": exit_code(self._finish.status, self._finish.again) if self._finish else None,
                 "detail": self._finish.detail if self._finish else "",
                 "summary": self._summary,
             }
@@ -385,8 +388,9 @@ class RunRecord:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             wall_s = time.time() - self._began
-            lived_s = wall_s - self._lived.paused_s
-            return summary_of(self._job, self._facts, finish, self._began, wall_s, lived_s)
+            away_s, rested_s = self._lived.away_s(time.time()), self._lived.rested_s(time.time())
+            times = self._began, wall_s, wall_s - away_s, rested_s
+            return summary_of(self._job, self._facts, finish, *times)
 
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:

@@ -15,6 +15,15 @@ from picotron_ray.runtime.coordinator.records import (
     median_step_s,
 )
 
+EXIT_CODES = {"finished": 0, "failed": 3, "storage": 4, "fenced": 3, "stopped": 130}
+REQUEUE = 75
+"""Exit code of a launch that was stopped to be launched again: EX_TEMPFAIL of sysexits.h."""
+
+
+def exit_code(status: str, again: bool) -> int:
+    """Exit code of a launch whose run ended so; ``again``: to be launched again."""
+    return REQUEUE if again else EXIT_CODES[status]
+
 
 def generation_entry(record: GenerationRecord) -> dict[str, Any]:
     """Format a generation as summary.json lists it; ``members`` is null where they are not kept any more."""
@@ -35,14 +44,21 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
 
 
 def summary_of(
-    job: JobConfig, facts: Facts, finish: m.Finish, began_s: float, wall_s: float, lived_s: float
+    job: JobConfig,
+    facts: Facts,
+    finish: m.Finish,
+    began_s: float,
+    wall_s: float,
+    lived_s: float,
+    paused_s: float = 0.0,
 ) -> dict[str, Any]:
     """Return the content of summary.json, without the ledger's part, which is added when it is stored.
 
     Args:
         began_s: when the run first began, in seconds since the epoch.
         wall_s: since then.
-        lived_s: of those, what its launches lived.
+        lived_s: of those, what its launches lived, without the pauses of operators.
+        paused_s: those pauses.
     """
     median = median_step_s(facts)
     tokens = job.data.global_batch * job.data.sequence_length
@@ -59,6 +75,8 @@ def summary_of(
         "goodput": goodput(facts, lived_s),
         "wall_s": wall_s,
         "lived_s": lived_s,
+        "paused_s": paused_s,
+        "requeue": finish.again,
         "generations": [generation_entry(record) for record in facts.generations],
         "failures": failure_entries(facts),
         "seconds": facts.account.told(began_s + wall_s)["seconds"],

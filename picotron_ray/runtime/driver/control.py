@@ -1,9 +1,8 @@
-"""Requests to a run that goes on, is being launched or has ended: its status, stop, a commit now."""
+"""Requests to a run that goes on, is being launched or has ended: status, stop, a commit now, orders."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,18 @@ from typing import Any
 
 from rich.console import Console
 
-from picotron_ray.config.schema.service import RUN_NAME, SnapshotConfig
+from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.driver import ended_run, follow_run, launch_mark, waiting
 from picotron_ray.runtime.driver.console import ProgressView, end_line
+from picotron_ray.runtime.driver.run_connection import connect_to_run as connect_to_run
+from picotron_ray.runtime.driver.run_connection import lives
+from picotron_ray.runtime.driver.run_connection import refuse_no_name as refuse_no_name
+from picotron_ray.runtime.driver.run_orders import drain as drain
+from picotron_ray.runtime.driver.run_orders import nodes as nodes
+from picotron_ray.runtime.driver.run_orders import pause as pause
+from picotron_ray.runtime.driver.run_orders import resize as resize
+from picotron_ray.runtime.driver.run_orders import resume as resume
 from picotron_ray.runtime.ray_cluster import connect, kept_slots, local_ray
 from picotron_ray.runtime.ray_cluster.kept_slots import MARKED_ALONE
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
@@ -25,51 +32,6 @@ STOPPED = 130
 START_WAIT_S = 300.0
 """Longest wait of a stop for the coordinator of a launch that is under way."""
 WAIT_LINE_S = 15.0
-
-
-def refuse_no_name(run: str) -> None:
-    """Raise ConfigError where a word can be no run's name: it becomes a part of paths."""
-    if not re.fullmatch(RUN_NAME, run):
-        raise ConfigError(
-            f"run: saw {run!r}, expected the name of a run (its config's `name`): lower-case letters, digits,"
-            " dots, hyphens or underscores"
-        )
-
-
-def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
-    """Connect to the Ray of a run and find its coordinator.
-
-    Raises:
-        ConfigError: no run of that name goes on there.
-        ClusterError: no Ray answers.
-    """
-    refuse_no_name(run)
-    found = coordinator = None
-    if os.environ.get("RAY_ADDRESS"):
-        connect.connect_to(os.environ["RAY_ADDRESS"])
-        where = f"the Ray at {os.environ['RAY_ADDRESS']}"
-        coordinator = follow_run.find_coordinator(run)
-    else:
-        found = local_ray.find(run)
-        known = ", ".join(filter(_lives, local_ray.runs())) or "none"
-        where = f"this machine (local runs: {known}; set RAY_ADDRESS to look on a cluster)"
-        if found is not None and found.alive:
-            connect.attach(found)
-            coordinator = follow_run.find_coordinator(run)
-            where = f"its Ray here, and no launch is under way; `picotron-ray stop {run}` ends what is left"
-    if coordinator is not None:
-        return coordinator, found
-    if launch_mark.launcher(run) is not None:
-        raise ConfigError(f"run: {run!r} is being launched and has no coordinator yet; ask again in a while")
-    raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
-
-
-def _lives(run: str) -> bool:
-    try:
-        found = local_ray.find(run)
-    except local_ray.LocalRayError:
-        return False  # what is left of another run is not told of here
-    return found is not None and found.alive
 
 
 def status(run: str) -> dict[str, Any]:
@@ -112,7 +74,7 @@ def _without_coordinator(run: str, error: ConfigError) -> dict[str, Any]:
 
 
 def _has_ray(run: str) -> bool:
-    return not os.environ.get("RAY_ADDRESS") and _lives(run)
+    return not os.environ.get("RAY_ADDRESS") and lives(run)
 
 
 def stop(run: str, now: bool, console: Console, discard: bool = False) -> tuple[int, dict[str, Any] | None]:
@@ -226,7 +188,7 @@ def _end_the_rest(run: str, console: Console, discard: bool, error: ConfigError)
 
 def _end_local_rest(run: str, discard: bool) -> bool:
     """End the local Ray of a launch that was killed before it started a coordinator; False without one."""
-    if not _lives(run):
+    if not lives(run):
         return False
     follow_run.disconnect()
     return _is_local_and_dead_or_unwanted(run, now=True, discard=discard)
@@ -366,7 +328,10 @@ def checkpoint_now(run: str, timeout_s: float, say: Callable[[str], object] = la
         say: takes a line on what keeps the commit waiting, at once and then each ``WAIT_LINE_S``.
     """
     coordinator, _ = connect_to_run(run)
-    before = int(status(run)["committed"] or 0)
+    seen_first = status(run)
+    before = int(seen_first["committed"] or 0)
+    if seen_first["state"] == "paused" and before >= seen_first["step"]:
+        return before
     coordinator.request.remote("checkpoint")
     deadline, told_s = time.monotonic() + timeout_s, -WAIT_LINE_S
     what = ""

@@ -307,6 +307,7 @@ def ensure_coordinator(
         "notes": list(resolved.notes),
         "slot_bytes": resolved.slot_bytes,
         "launch": uuid.uuid4().hex,
+        "launched_s": time.time(),
         "follows": follows,
         "data": resolved.data.fingerprint if resolved.data else "",
     }

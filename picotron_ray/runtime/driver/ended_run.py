@@ -22,7 +22,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import RUN_NAME
 from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.runtime.coordinator.event_log import files
-from picotron_ray.runtime.coordinator.run_record import EXIT_CODES
+from picotron_ray.runtime.coordinator.summary import exit_code
 from picotron_ray.runtime.driver.known_run import known_here
 from picotron_ray.runtime.ray_cluster.names import event_folder
 
@@ -47,7 +47,7 @@ def stored_end(job: JobConfig, term: int) -> dict[str, Any] | None:
         "gone": True,
         "state": summary["status"],
         "term": summary["term"],
-        "exit_code": EXIT_CODES[summary["status"]],
+        "exit_code": exit_code(summary["status"], summary.get("requeue", False)),
         "detail": summary["detail"],
         "summary": summary,
     }

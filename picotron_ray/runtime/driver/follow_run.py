@@ -34,16 +34,30 @@ FOLLOWER = uuid.uuid4().hex
 """This process among those that follow a run."""
 
 
+REQUEUING = "SIGUSR1: stopping at the next step, with a commit, to be launched again"
+REQUEUE = 75
+"""Exit code of a launch that is to be launched again, as `coordinator.summary` has it."""
+
+
 class StoppedEarlyError(PicotronError):
     """A request to stop came before there was anything to stop."""
 
     exit_code = 130
 
 
+class RequeuedEarlyError(PicotronError):
+    """SIGUSR1 came before there was anything to stop."""
+
+    exit_code = REQUEUE
+
+
 class LostRunError(PicotronError):
     """The coordinator cannot be reached any more; the run may still go on."""
 
     exit_code = DETACHED
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(slots=True)
@@ -56,6 +70,7 @@ class Signals:
 
     asked: int = 0
     detach: bool = False
+    requeue: bool = False  # SIGUSR1: who stops it launches it again
     early: str = ""
     _told: bool = field(default=False)
 
@@ -63,14 +78,17 @@ class Signals:
         if self.early and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.early:
-            raise StoppedEarlyError(self.early)
+            raise (RequeuedEarlyError if number == signal.SIGUSR1 else StoppedEarlyError)(self.early)
+        if number == signal.SIGUSR1:
+            self.requeue = True
+            return
         self.detach = self.detach or (self.asked > 0 and number == signal.SIGINT)
         self.asked += 1
 
     def note(self) -> None:
         """Note requests from here on; to be called after ``ray.init``, which sets handlers of its own."""
         self.early = ""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             signal.signal(number, self)
         if signal.getsignal(signal.SIGHUP) is self:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a closed terminal leaves the run alone
@@ -83,13 +101,13 @@ class Signals:
 
 @contextlib.contextmanager
 def signal_handlers(early: str = "") -> Iterator[Signals]:
-    """Note SIGINT and SIGTERM instead of raising them.
+    """Note SIGINT, SIGTERM and SIGUSR1 instead of raising them.
 
     Args:
         early: raise them, and SIGHUP, with these words until `Signals.note`.
     """
     signals = Signals(early=early)
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [*STOPS]
     if early and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or the caller, knows better
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, signals) for number in numbers}
@@ -135,7 +153,7 @@ def follow(
     """Show the run until it is done; returns its last status, or None where the user left.
 
     A stop, by signal or by ``stop``, is asked for until the coordinator's status says that it knows, also of
-    one that is restarted meanwhile.
+    one that is restarted meanwhile; so is one for a queue, by SIGUSR1.
     Returns once all others that follow the run have heard of its end too: the caller then ends what they ask.
 
     Args:
@@ -147,13 +165,10 @@ def follow(
     Raises:
         LostRunError: somebody ended the run or its Ray, or the coordinator stays silent.
     """
-    since, term, heard = 0, 0, time.monotonic()
+    since, term, heard, wish = 0, 0, time.monotonic(), "stop" if stop else ""
     final: dict[str, Any] | None = None
     while not signals.detach:
-        if signals.first_request():
-            progress.say(STOPPING)
-            stop = True
-            _request(coordinator, "stop")
+        wish = _pass_on(signals, progress, coordinator, wish)
         status = poll(coordinator, since, follower=FOLLOWER)
         if status is None:
             if final is not None:
@@ -163,8 +178,8 @@ def follow(
             _refuse_silent(run, time.monotonic() - heard)
         else:
             heard = time.monotonic()
-            if stop and not status["stopping"] and not status["done"]:
-                _request(coordinator, "stop")
+            if wish and not status["stopping"] and not status["done"]:
+                _request(coordinator, wish)
             if status["term"] != term:
                 asked = since
                 since = since if status["continues"] else 0  # else it numbers its events anew
@@ -181,6 +196,19 @@ def follow(
                 return final
         time.sleep(POLL_S)
     return None
+
+
+def _pass_on(signals: Signals, progress: ProgressView, coordinator: Any, wish: str) -> str:
+    """Ask for what signals say; returns the wish that holds: ``stop``, ``requeue``, or none."""
+    if signals.first_request():
+        progress.say(STOPPING)
+        wish = "stop"
+        _request(coordinator, wish)
+    elif signals.requeue and not wish:
+        progress.say(REQUEUING)
+        wish = "requeue"
+        _request(coordinator, wish)
+    return wish
 
 
 def _pass_over(run: str, status: dict[str, Any], attached: bool, progress: ProgressView) -> int:

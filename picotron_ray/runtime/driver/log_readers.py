@@ -20,7 +20,7 @@ from picotron_ray.observability.logs.lines import decode
 from picotron_ray.observability.logs.pages import Cursor, LogPage, page_of, read_page
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver import follow_run, launch_mark, stored_run
-from picotron_ray.runtime.driver.control import refuse_no_name
+from picotron_ray.runtime.driver.run_connection import refuse_no_name
 from picotron_ray.runtime.log_shipping import stored_lines
 from picotron_ray.runtime.ray_cluster import connect, local_ray
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR, known_nodes

@@ -26,6 +26,7 @@ from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent
 from picotron_ray.runtime.driver.elsewhere import await_silence
 from picotron_ray.runtime.driver.resolve_start import settled_start
 from picotron_ray.runtime.driver.submission import Submission
+from picotron_ray.runtime.driver.time_left import with_time_left
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
 from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
 
@@ -355,6 +356,7 @@ def _opened(at: ResolvedJob) -> Storage:
 
 
 PATHS = ResolveStep("paths", _paths)
+DEADLINE = ResolveStep("deadline", with_time_left)
 OWN_MODEL = ResolveStep("own model", _own_model)
 NODES = ResolveStep("nodes", _nodes)
 DATA = ResolveStep("data", _data)
@@ -368,7 +370,7 @@ RUNNING_RUN = ResolveStep("same run", _running_run)
 OWN_PRECISION = ResolveStep("precision", _own_precision)
 """For a benchmark, whose workers are this machine's and no Ray's."""
 
-FROM_WORDS = (PATHS, OWN_MODEL)
+FROM_WORDS = (PATHS, DEADLINE, OWN_MODEL)
 """From a valid config to a job that any process can read."""
 KNOWN_RUN = ResolveStep("known run", _known_run)
 """Before ``ON_THE_MACHINE``, and before what a dead Ray left is removed."""

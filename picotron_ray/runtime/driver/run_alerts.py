@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver.control import connect_to_run
+from picotron_ray.runtime.driver.run_connection import connect_to_run
 
 ANSWER_S = 20.0
 OFF = "alerts are off in this run (alerts.enabled, telemetry.interval_s)"

@@ -42,6 +42,8 @@ def awaited(status: dict[str, Any]) -> str:
         return ""
     if status.get("stopping"):
         return "the run to stop"
+    if status["state"] == "paused":
+        return f"`picotron-ray resume {status['run']}`: it is paused"
     if status["state"] != "starting" and status.get("waits"):
         return "workers to go on"
     if status["state"] == "starting":

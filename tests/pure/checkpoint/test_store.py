@@ -22,7 +22,7 @@ from picotron_ray.checkpoint.store.upload import upload_slots
 from picotron_ray.checkpoint.store.upload_part import UploadPart
 from picotron_ray.checkpoint.store.verify import latest_good, read_ledger, verify_all
 from picotron_ray.config.schema.service import CheckpointConfig
-from picotron_ray.errors import CorruptError, FencedError, StorageError
+from picotron_ray.errors import CorruptError, FencedError, NewerSchemaError, StorageError
 from picotron_ray.layout.layout import Layout
 from tests.support.checkpoint.checkpoint_kit import (
     LAYOUT,
@@ -277,7 +277,7 @@ def test_a_manifest_of_a_newer_schema_is_refused(
     done = save(storage, log, memory_path / "a", make_state(1), (1, 1, 5))
     value = json.loads(storage.get(done.manifest))
     storage.put("manifests/x.json", json.dumps({**value, "schema": 2}).encode())
-    with pytest.raises(CorruptError, match="schema 2, this version reads 1"):
+    with pytest.raises(NewerSchemaError, match="schema 2, this version reads 1"):
         load_manifest(storage, "manifests/x.json")
     tensors = value["tensors"]
     tensors[0]["shards"][0]["range"][0] = 1 << 40

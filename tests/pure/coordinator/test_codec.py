@@ -55,7 +55,7 @@ def test_every_message_is_known_to_the_codec() -> None:
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
         "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind", "StateId", "StateCopy",
-        "RunFigures", "Adapted", "Judged",
+        "RunFigures", "Adapted", "Judged", "NodeDrain", "StandingOrders",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 

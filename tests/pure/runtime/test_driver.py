@@ -270,6 +270,7 @@ def test_one_coordinator_is_started_on_the_head_and_lives_without_its_driver(
     (config, settings), attached = driver.ensure_coordinator(JOB, True, submitted, {"pid": 1}, 4)
     assert (config, attached) == (JOB.model_dump(mode="json"), False)
     assert len(settings.pop("launch")) == 32
+    assert settings.pop("launched_s") > 0
     assert settings == {
         "event_folder": str(tmp_path), "owns_ray": True, "origin": "origin",
         "submission": {"submission_id": "x"}, "tied_to": {"pid": 1}, "notes": ["n"], "slot_bytes": 7,

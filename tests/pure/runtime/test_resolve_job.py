@@ -39,7 +39,7 @@ def names(steps: tuple[ResolveStep, ...]) -> list[str]:
 
 def test_the_order_of_the_steps() -> None:
     """As launch has always judged: what is refused first is what a user reads first."""
-    assert names(FROM_WORDS) == ["paths", "own model"]
+    assert names(FROM_WORDS) == ["paths", "deadline", "own model"]
     machine = ["nodes", "layout", "snapshot room", "services", "storage", "data", "start", "same run"]
     assert names(ON_THE_MACHINE) == machine
     assert names((ELSEWHERE,)) == ["elsewhere"], "the last, without the run's lock"

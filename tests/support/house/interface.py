@@ -22,7 +22,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures
-from picotron_ray.runtime.coordinator.run_record import EXIT_CODES, RunRecord
+from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.summary import EXIT_CODES, REQUEUE
 
 
 def config_keys() -> Iterator[str]:
@@ -105,6 +106,7 @@ def exit_codes() -> Iterator[str]:
             yield f"{name} {kind.exit_code}"
     for status, code in EXIT_CODES.items():
         yield f"run {status} {code}"
+    yield f"run requeue {REQUEUE}"
 
 
 def metrics() -> Iterator[str]:

@@ -47,7 +47,7 @@ def test_the_rayjob_makes_the_cluster_that_its_overlay_shows(device: str) -> Non
 
 
 def planted(mistake: Mistake) -> list[Object]:
-    objects = render("gpu")
+    objects = render(mistake.overlay)
     mistake.plant(objects)
     return objects
 

@@ -1,8 +1,9 @@
-"""Drain the own Ray node before its pod ends: ``python -m picotron_ray.runtime.ray_cluster.pre_stop SECONDS``.
+"""Drain the own Ray node before its pod ends: ``python -m picotron_ray.runtime.ray_cluster.pre_stop 60``.
 
-A preStop hook of Kubernetes (deploy/components/disruption). Ray announces the drain, the run moves its workers
-off at a step boundary, and Ray takes the node away once nothing is left on it. Whatever goes wrong here is one
-line in the pod's events; SIGTERM follows all the same, on which Ray drains the node itself.
+A preStop hook of Kubernetes (deploy/components/disruption), told the seconds to wait. Ray announces the drain,
+the run moves its workers off at a step boundary, and Ray takes the node away once nothing is left on it.
+Whatever goes wrong here is one line in the pod's events; SIGTERM follows all the same, on which Ray drains the
+node itself.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 import ray
 from ray._private import services
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from picotron_ray.errors import ConfigError, PicotronError
 
@@ -45,10 +47,11 @@ def drain(address: str, node: str, seconds: float) -> bool:
     Raises:
         DrainError: Ray does not accept the drain.
     """
-    client = ray._raylet.GcsClient(address=address)
+    client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
     until = time.monotonic() + seconds
     deadline_ms = int((time.time() + seconds) * 1000)
-    accepted, why = client.drain_node(node, DRAIN_NODE_REASON_PREEMPTION, "the pod ends", deadline_ms)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = client.drain_node(node, reason, "the pod ends", deadline_ms)
     if not accepted:
         raise DrainError(f"Ray does not drain node {node}: {why}")
     while _alive(client, node):
@@ -58,7 +61,7 @@ def drain(address: str, node: str, seconds: float) -> bool:
     return True
 
 
-def _alive(client: ray._raylet.GcsClient, node: str) -> bool:
+def _alive(client: Any, node: str) -> bool:
     known = client.get_all_node_info(timeout=10)
     # GcsNodeInfo.ALIVE is 0
     return any(key.hex() == node and info.state == 0 for key, info in known.items())
@@ -68,7 +71,7 @@ def main(words: list[str]) -> int:
     """Drain the own node; returns the exit code of the hook."""
     try:
         seconds = _seconds(words)
-        left = drain(services.canonicalize_bootstrap_address_or_die(None), own_node(), seconds)
+        left = drain(services.canonicalize_bootstrap_address_or_die("auto"), own_node(), seconds)
     except PicotronError as error:
         print(f"pre_stop: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Rules for the options of deploy/components: groups, failure domains, Ray's control state, budgets, queues."""
+"""Rules for the options of deploy/components: groups, failure domains, control state, budgets, queues."""
 
 from __future__ import annotations
 

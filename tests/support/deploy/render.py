@@ -76,7 +76,7 @@ def _crd(kind: str) -> Draft202012Validator:
 
 
 def schema_problems(objects: list[Object]) -> list[str]:
-    """One line per object that its schema refuses; UNCHECKED kinds are looked at by the policy's rules alone."""
+    """One line per object that its schema refuses; UNCHECKED kinds are the policy's alone."""
     return crd_problems(objects) + core_problems(objects) + pod_problems(objects)
 
 

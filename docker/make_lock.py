@@ -6,7 +6,8 @@ Dockerfile, against PyPI. The result is written in parts, since the CPU image ta
     common.txt   what both images install
     cuda.txt     torch from PyPI, and what only that build of it needs: CUDA, cuDNN, NCCL, Triton
     cpu.txt      the same torch from PyTorch's own index, by the hash of its wheel
-    build.txt    what builds the wheels: picotron-ray's, and flash-attn's with CUDA's compiler
+    build.txt    what builds picotron-ray's wheel
+    nvcc.txt     what builds flash-attn's as well: CUDA's compiler, of torch's version
     flash.txt    flash-attn as source, which PyPI has alone, and what it needs beside the above
     tools.txt    what lists (SBOM) and audits the rest
 
@@ -26,9 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "docker" / "lock"
 EXTRAS = ("hf", "fp8")
-BUILD = (
-    "hatchling", "ninja", "wheel", "setuptools", "packaging", "psutil", "nvidia-cuda-nvcc==13.0.*",
-    "nvidia-cuda-cccl==13.0.*", "nvidia-cuda-crt==13.0.*", "nvidia-nvvm==13.0.*",
+BUILD = ("hatchling",)
+NVCC = (
+    "ninja", "wheel", "nvidia-cuda-nvcc==13.0.*", "nvidia-cuda-cccl==13.0.*", "nvidia-cuda-crt==13.0.*",
+    "nvidia-nvvm==13.0.*",
 )  # fmt: skip
 TOOLS = ("cyclonedx-bom>=7,<8", "pip-audit>=2.9,<3", "pip>=25.1")
 CUDA_ONLY = re.compile(r"^(torch|triton|cuda-[a-z-]+|nvidia-(?!ml-py)[a-z0-9-]+)==")
@@ -56,7 +58,10 @@ def main() -> None:
     cuda = [pin for pin in pins if CUDA_ONLY.match(pin)]
     write("common.txt", [pin for pin in pins if pin not in cuda])
     write("cuda.txt", cuda)
-    parts = {"build.txt": (BUILD, []), "tools.txt": (TOOLS, []), "flash.txt": (FLASH, ["--no-deps"])}
+    alone = ["--no-deps"]  # what else they need is in the other parts
+    parts = {
+        "build.txt": (BUILD, []), "nvcc.txt": (NVCC, alone), "tools.txt": (TOOLS, []), "flash.txt": (FLASH, alone),
+    }  # fmt: skip
     for name, (wanted, options) in parts.items():
         before = [] if given.upgrade else [LOCK / name]
         write(name, entries(resolve(given.uv, ["-", *options], before, "\n".join(wanted))))

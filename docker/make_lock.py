@@ -1,4 +1,4 @@
-"""Pin everything that the images install, with hashes: ``make lock``, or ``python docker/make_lock.py --help``.
+"""Pin everything that the images install, with hashes: ``make lock``, or ``python docker/make_lock.py``.
 
 uv resolves pyproject.toml once, with the extras of the images, for Linux on x86_64 and the Python of the
 Dockerfile, against PyPI. The result is written in parts, since the CPU image takes another build of torch:
@@ -60,8 +60,11 @@ def main() -> None:
     write("cuda.txt", cuda)
     alone = ["--no-deps"]  # what else they need is in the other parts
     parts = {
-        "build.txt": (BUILD, []), "nvcc.txt": (NVCC, alone), "tools.txt": (TOOLS, []), "flash.txt": (FLASH, alone),
-    }  # fmt: skip
+        "build.txt": (BUILD, []),
+        "nvcc.txt": (NVCC, alone),
+        "tools.txt": (TOOLS, []),
+        "flash.txt": (FLASH, alone),
+    }
     for name, (wanted, options) in parts.items():
         before = [] if given.upgrade else [LOCK / name]
         write(name, entries(resolve(given.uv, ["-", *options], before, "\n".join(wanted))))

@@ -1,8 +1,8 @@
 """Drain the own Ray node before its pod ends: ``python -m picotron_ray.runtime.ray_cluster.pre_stop 60``.
 
-A preStop hook of Kubernetes (deploy/components/disruption), told the seconds to wait. Ray announces the drain,
-the run moves its workers off at a step boundary, and Ray takes the node away once nothing is left on it.
-Whatever goes wrong here is one line in the pod's events; SIGTERM follows all the same, on which Ray drains the
+A preStop hook of Kubernetes (deploy/components/disruption), told the seconds to wait. Ray announces the
+drain, the run moves its workers off at a step boundary, and Ray takes the node away once nothing is left on
+it. Whatever goes wrong is one line in the pod's events. SIGTERM follows all the same, and Ray then drains the
 node itself.
 """
 

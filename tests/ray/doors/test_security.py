@@ -64,9 +64,8 @@ def owner(process: psutil.Process) -> str:
     found = re.match(r"ray::(\w+)", text)
     if found:
         return f"ray::{found[1]}"
-    module = (
-        words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name if words else process.name()
-    )
+    program = Path(words[0]).name if words else process.name()
+    module = words[words.index("-m") + 1] if "-m" in words else program
     return next((part for part in RAYS if part in text), module)
 
 

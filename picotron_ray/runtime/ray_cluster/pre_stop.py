@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray._private import services
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
 from picotron_ray.errors import ConfigError, PicotronError
 

@@ -47,7 +47,7 @@ def test_nothing_is_allowed_everywhere(name: str) -> None:
 
 
 def test_workers_delete_their_own_notes_alone() -> None:
-    """What agents delete: intents (checkpoint/store/intents.py) and quarantined chunks (checkpoint/store/upload.py)."""
+    """Agents delete intents once they are settled, and the quarantined copy of a chunk put again."""
     places = [word.rpartition("/picotron/*/")[2] for word in policy("worker")["s3:DeleteObject"]]
     assert places == ["intents/*", "quarantine/chunks/*"]
     assert "s3:DeleteObject" not in policy("reader")

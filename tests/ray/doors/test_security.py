@@ -64,7 +64,8 @@ def owner(process: psutil.Process) -> str:
     found = re.match(r"ray::(\w+)", text)
     if found:
         return f"ray::{found[1]}"
-    program = Path(words[0]).name if words else process.name()
+    scripts = [Path(word).name for word in words if word.endswith(".py")]
+    program = scripts[0] if scripts else process.name()
     module = words[words.index("-m") + 1] if "-m" in words else program
     return next((part for part in RAYS if part in text), module)
 
@@ -122,6 +123,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     finally:
         command("stop", "canary", "--discard", env=env)
         driver.kill()
+        driver.wait()
         for process in ours():
             process.kill()
 
@@ -129,8 +131,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 def _status_at(step: int, env: dict[str, str]) -> dict[str, Any]:
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        text = command("status", "canary", "--json", "-", env=env)
-        found: dict[str, Any] = json.loads(text) if text.startswith("{") else {}
+        text = command("status", "canary", "--json", env=env)
+        last = text.splitlines()[-1] if text else ""
+        found: dict[str, Any] = json.loads(last) if last.startswith("{") else {}
         if found.get("step", 0) >= step:
             return found
         time.sleep(1)

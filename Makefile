@@ -80,5 +80,5 @@ sbom: build/tools/bin/cyclonedx-py
 	build/tools/bin/cyclonedx-py requirements build/cuda.txt --output-file build/cuda.cdx.json
 
 audit: build/tools/bin/cyclonedx-py
-	build/tools/bin/pip-audit --require-hashes --disable-pip --requirement docker/lock/common.txt
-	build/tools/bin/pip-audit --require-hashes --disable-pip --requirement docker/lock/cuda.txt
+	build/tools/bin/pip-audit --strict --require-hashes --disable-pip --requirement docker/lock/common.txt
+	build/tools/bin/pip-audit --strict --require-hashes --disable-pip --requirement docker/lock/cuda.txt

@@ -67,6 +67,7 @@ def url_problems(storage: StorageConfig) -> Iterator[tuple[str, str]]:
             "endpoint_url": storage.endpoint_url is not None,
             "region": storage.region is not None,
             "path_style": storage.path_style,
+            "kms_key": storage.kms_key is not None,
         }
         for key in (name for name, is_given in given.items() if is_given):
             yield key, f"saw a value with the local folder {redact(storage.url)}; only s3:// storage uses it"

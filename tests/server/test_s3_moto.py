@@ -5,14 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
+import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.storage.run_names import run_names
+from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.service import StorageConfig
-from picotron_ray.errors import StorageError
+from picotron_ray.errors import ConfigError, StorageError
 from tests.support.checkpoint.s3_kit import environment, new_bucket
 from tests.support.checkpoint.storage_suite import StorageConformance
 
@@ -51,3 +53,23 @@ def test_runs_below_a_prefix_are_named(config: StorageConfig) -> None:
         open_storage(below, run).put("run.json", b"{}")
     assert run_names(below) == ["a-run", "b-run"]
     assert run_names(below.model_copy(update={"url": f"{below.url}/none"})) == []
+
+
+def test_objects_are_encrypted_by_the_key_of_the_config(config: StorageConfig) -> None:
+    key = "arn:aws:kms:us-east-1:111122223333:key/1234abcd"
+    run = uuid.uuid4().hex
+    storage = open_storage(config.model_copy(update={"kms_key": key}), run)
+    storage.put("a", b"1")
+    storage.put_if_absent("b", b"2")
+    assert [storage.get(name) for name in "ab"] == [b"1", b"2"]
+    bucket, _, prefix = config.url.removeprefix("s3://").partition("/")
+    client = boto3.session.Session().client("s3", endpoint_url=config.endpoint_url)
+    for name in "ab":
+        head = client.head_object(Bucket=bucket, Key=f"{prefix}/{run}/{name}")
+        assert (head["ServerSideEncryption"], head["SSEKMSKeyId"]) == ("aws:kms", key)
+    client.close()
+
+
+def test_a_key_beside_a_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"storage\.kms_key: saw a value with the local folder"):
+        parse_job({"storage": {"kms_key": "alias/a"}})

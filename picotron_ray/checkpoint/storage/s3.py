@@ -70,6 +70,9 @@ _DENIED = {
     "SignatureDoesNotMatch": "the secret key is wrong",
     "ExpiredToken": "the session token has expired",
     "InvalidToken": "the session token is invalid",
+    "KMS.NotFoundException": "storage.kms_key is no key of this account and region",
+    "KMS.DisabledException": "the key of storage.kms_key is disabled",
+    "KMS.KMSInvalidStateException": "the key of storage.kms_key cannot be used in its state",
 }
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
 T = TypeVar("T")
@@ -90,6 +93,8 @@ class S3Storage:
         self._bucket = bucket
         self._prefix = "".join(f"{part}/" for part in (prefix.strip("/"), run) if part)
         self._deadline_s = config.retry_deadline_s
+        key = config.kms_key
+        self._encryption = {} if key is None else {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
         self._deletes_many = True  # until the server says that it cannot
         options = Config(
             retries={"total_max_attempts": 1},
@@ -110,11 +115,11 @@ class S3Storage:
         return f"s3://{self._bucket}/{self._prefix.rstrip('/')}"
 
     def put(self, key: str, data: bytes) -> None:
-        self._call(key, lambda: self._client.put_object(**self._at(key), Body=data))
+        self._call(key, lambda: self._client.put_object(**self._at(key), **self._encryption, Body=data))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         def put() -> None:
-            self._client.put_object(**self._at(key), Body=data, IfNoneMatch="*")
+            self._client.put_object(**self._at(key), **self._encryption, Body=data, IfNoneMatch="*")
 
         try:
             self._call(key, put)

@@ -212,6 +212,12 @@ class StorageConfig(Section):
     endpoint_url: str | None = Field(default=None, description="S3 endpoint other than AWS")
     region: str | None = Field(default=None, description="S3 region")
     path_style: bool = Field(default=False, description="address buckets by path rather than by host name")
+    kms_key: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9:/_+=,.@-]{1,2048}$",
+        description="id, alias or ARN of an AWS KMS key by which S3 encrypts every object that the run writes"
+        " (SSE-KMS); null: as the bucket does by default",
+    )
     retry_deadline_s: float = Field(
         default=60.0,
         gt=0,

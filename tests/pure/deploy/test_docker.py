@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
+LOCK = ROOT / "docker" / "lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -39,10 +40,22 @@ def stages(text: str) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+def pip_commands(arguments: str) -> list[str]:
+    """The commands of pip that install or build, of one RUN."""
+    return re.findall(r"pip (?:install|wheel) .*?(?=&&|$)", arguments)
+
+
+def loose(command: str) -> bool:
+    """Whether a command of pip may take what the lock does not name: no hashes, no wheel of ours."""
+    locked = "--require-hashes --requirement /" in re.sub(r"--index-url \S+\s+", "", command)
+    ours = command.split()[-1] in ("/wheels/*.whl", ".") and "--no-deps" in command
+    return not (locked or ours)
+
+
 def problems(text: str) -> list[str]:
     """What is wrong with the Dockerfile."""
     found = []
-    base = dict(instructions(text))["ARG"].removeprefix("PYTHON=")
+    base = next(arguments for name, arguments in instructions(text) if name == "ARG").removeprefix("PYTHON=")
     version = re.fullmatch(
         r"docker\.io/library/python:(\d+\.\d+\.\d+)-slim-bookworm(@sha256:[0-9a-f]{64})?", base
     )
@@ -51,20 +64,29 @@ def problems(text: str) -> list[str]:
     for name, arguments in instructions(text):
         if name == "FROM" and arguments.split()[0] not in {"${PYTHON}", *stages(text)}:
             found.append(f"FROM {arguments}")
-        if name == "RUN" and "pip install" in arguments:
-            packages = [word for word in arguments.split() if re.fullmatch(r"[a-z][a-z0-9-]*(==\S+)?", word)]
-            named = set(packages) - {"pip", "install", "check"}
-            found += [f"{package} without a version" for package in named if "==" not in package]
+        if name == "RUN":
+            found += [
+                f"not from the lock: {command}" for command in pip_commands(arguments) if loose(command)
+            ]
+    if not [arguments for name, arguments in stages(text)["base"] if name == "HEALTHCHECK"]:
+        found.append("no health check")
     for target in ("cpu", "cuda"):
+        if not any("sbom.cdx.json" in arguments for _, arguments in stages(text)[target]):
+            found.append(f"{target} has no list of what it holds")
         user = [arguments for name, arguments in stages(text)[target] if name == "USER"][-1:]
         if user != ["1000:1000"] or stages(text)[target][-1][0] != "USER":
             found.append(f"{target} ends as {user}")
     return found
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "docker" / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+def entries(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes of each package of a part of the lock."""
+    text = re.sub(r" \\\n\s*", " ", (LOCK / name).read_text())
+    lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    return {
+        word.partition("==")[0]: (word.partition("==")[2], [part.removeprefix("--hash=") for part in hashes])
+        for word, *hashes in lines
+    }
 
 
 def test_the_dockerfile_is_sound() -> None:
@@ -78,11 +100,14 @@ def test_the_dockerfile_is_sound() -> None:
         ("3.11.15-slim-bookworm", "3.10.14-slim-bookworm"),
         ("USER 1000:1000\n", ""),
         ("USER 1000:1000", "USER root"),
-        ("torch==2.13.0", "torch"),
+        ("--require-hashes --requirement", "--requirement"),
+        ("--no-deps --require-hashes --requirement /opt/picotron/lock/cuda.txt", "torch"),
         ("FROM base AS cuda", "FROM nvidia/cuda AS cuda"),
+        ("HEALTHCHECK", "LABEL a="),
     ],
 )
 def test_a_planted_mistake_is_found(old: str, new: str) -> None:
+    assert old in DOCKERFILE.read_text()
     assert problems(DOCKERFILE.read_text().replace(old, new))
 
 
@@ -96,20 +121,39 @@ def test_what_is_copied_exists_and_is_let_through() -> None:
     } <= allowed
     assert [name for name in allowed if not (ROOT / name).exists() and name not in WHEEL] == []
     copied = [
-        arguments.split()[0] for name, arguments in instructions(DOCKERFILE.read_text()) if name == "COPY"
+        arguments.split()[0]
+        for name, arguments in instructions(DOCKERFILE.read_text())
+        if name == "COPY" and not arguments.startswith("--from")
     ]
-    assert set(copied) <= {".", *allowed}
+    assert {"docker/lock" if word.startswith("docker/lock/") else word for word in copied} <= {".", *allowed}
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
-    pinned = pins()
-    for text in PROJECT["project"]["dependencies"]:
+    pinned = entries("common.txt") | entries("cuda.txt")
+    extras = PROJECT["project"]["optional-dependencies"]
+    for text in (*PROJECT["project"]["dependencies"], *extras["hf"], *extras["fp8"]):
         requirement = Requirement(text)
-        assert pinned[requirement.name] in requirement.specifier, text
+        assert pinned[requirement.name][0] in requirement.specifier, text
+    (flash,) = map(Requirement, extras["flash"])
+    assert entries("flash.txt")["flash-attn"][0] in flash.specifier
 
 
-def test_torch_is_pinned_once() -> None:
-    assert set(re.findall(r"torch==(\S+)", DOCKERFILE.read_text())) == {pins()["torch"]}
+@pytest.mark.parametrize("name", sorted(path.name for path in LOCK.iterdir()))
+def test_every_pin_has_hashes_and_names_no_place(name: str) -> None:
+    found = entries(name)
+    assert found
+    for package, (version, hashes) in found.items():
+        assert version, package
+        assert hashes, package
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", word) for word in hashes), package
+    assert "://" not in (LOCK / name).read_text()
+
+
+def test_images_differ_in_torchs_build_alone() -> None:
+    (cpu,) = entries("cpu.txt").items()
+    assert (cpu[0], cpu[1][0]) == ("torch", entries("cuda.txt")["torch"][0] + "+cpu")
+    assert not {*entries("cuda.txt")} & {*entries("common.txt")}
+    assert "nvidia-ml-py" in entries("common.txt"), "a dependency of ours, not of torch's"
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")

@@ -47,7 +47,7 @@ def test_the_rayjob_makes_the_cluster_that_its_overlay_shows(device: str) -> Non
 
 
 def planted(mistake: Mistake) -> list[Object]:
-    objects = render("gpu")
+    objects = render(mistake.overlay)
     mistake.plant(objects)
     return objects
 
@@ -100,10 +100,10 @@ def test_the_secrets_name_is_the_one_that_pods_read() -> None:
 
 @rendered
 def test_ray_is_the_images_ray() -> None:
-    pins = (ROOT / "docker" / "constraints.txt").read_text()
+    pins = (ROOT / "docker" / "lock" / "common.txt").read_text()
     for overlay in OVERLAYS:
         version = cluster_spec(ray_objects(render(overlay))[0])["rayVersion"]
-        assert f"\nray=={version}\n" in pins
+        assert f"\nray=={version} \\\n" in pins
 
 
 @rendered

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,20 @@ def drain(cluster: Any, seconds: int) -> str:
     return str(going.node_id)
 
 
+def pre_stop(cluster: Any, seconds: int) -> str:
+    """The worker node's pod is about to end; returns the node's id. Waits until the node was left."""
+    from picotron_ray.runtime.ray_cluster import pre_stop
+
+    (going,) = cluster.worker_nodes
+    assert pre_stop.drain(cluster.address, going.node_id, seconds), "not left in time"
+    return str(going.node_id)
+
+
 @pytest.mark.deep
-def test_a_drained_node_is_left_and_can_go_before_its_deadline(two_nodes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("notice", [drain, pre_stop])
+def test_a_drained_node_is_left_and_can_go_before_its_deadline(
+    two_nodes: Any, tmp_path: Path, notice: Callable[[Any, int], str]
+) -> None:
     """Nobody has to kill it: workers, agent, slots and Ray's resources there are given back."""
     import ray
 
@@ -114,7 +126,7 @@ def test_a_drained_node_is_left_and_can_go_before_its_deadline(two_nodes: Any, t
     watched = start(job)
     full = watched.until(lambda s: s["step"] >= 10 and len(s["members"]) == 3 and len(s["pages"]) == 3)
     asked = time.monotonic()
-    node = drain(two_nodes, 60)
+    node = notice(two_nodes, 60)
     watched.until(lambda s: len(s["members"]) == 1 and s["step"] > full["step"] + 10)
     watched.until(lambda s: any(event["kind"] == "drained" for event in watched.events))
 

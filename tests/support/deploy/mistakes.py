@@ -1,4 +1,4 @@
-"""Mistakes to plant into the rendered GPU overlay: kind, path, value, and part of what must be said."""
+"""Mistakes to plant into rendered overlays: path, value, part of what must be said, kind, overlay, name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,26 @@ class Mistake(NamedTuple):
     value: Any
     said: str
     kind: str = "RayJob"
+    overlay: str = "gpu"
+    name: str = ""
 
     def plant(self, objects: list[Object]) -> None:
-        """Change the only object of its kind. A slash in the path stands for a dot in a key."""
-        (target,) = [found for found in objects if found["kind"] == self.kind]
+        """Change the only object of its kind (and name). A slash in the path stands for a dot in a key.
+
+        A key with slashes of its own is the last part of the path, and begins with one.
+        """
+        (target,) = [
+            found
+            for found in objects
+            if found["kind"] == self.kind and self.name in ("", found["metadata"]["name"])
+        ]
+        if "./" in self.path:
+            path, _, key = self.path.partition("./")
+            node = reduce(
+                lambda node, part: node[int(part) if part.isdecimal() else part], path.split("."), target
+            )
+            node[key] = self.value
+            return
         *parents, last = (
             int(part) if part.isdecimal() else part.replace("/", ".") for part in self.path.split(".")
         )
@@ -96,7 +112,7 @@ RUN = {
     "no time to wait for storage": Mistake("spec.activeDeadlineSeconds", 5400, "ends a run that waits for"),
     "a typo in the run's config": Mistake("data.job/yaml", "name: a\nstepz: 5\n", "stepz", "ConfigMap"),
     "a run without S3": Mistake("data.job/yaml", "name: a\n", "pods share no folder", "ConfigMap"),
-    "fewer pods than workers": Mistake(f"{GROUP}.maxReplicas", 2, "max_workers 32"),
+    "fewer pods than workers": Mistake(f"{GROUP}.maxReplicas", 2, "max_workers 32 is not"),
     "a smallest size below the run's": Mistake(f"{GROUP}.minReplicas", 0, "min_workers 8"),
     "no GPUs": Mistake(f"{RAY}.resources", {"requests": SMALL, "limits": SMALL}, "cluster.device cuda"),
     "requests below limits": Mistake(f"{RAY}.resources.requests.memory", "1Gi", "requests differ"),
@@ -138,8 +154,100 @@ NAMES = {
         "spec.ingress.2.ports.0.port", "x", "no container has", "NetworkPolicy"
     ),
     "no such account": Mistake(f"{WORKER}.serviceAccountName", "x", "there is no ServiceAccount 'x'"),
-    "no such config map": Mistake(f"{HEAD}.volumes.1.configMap.name", "x", "there is no ConfigMap 'x'"),
+    "no such config map": Mistake(f"{HEAD}.volumes.3.configMap.name", "x", "there is no ConfigMap 'x'"),
     "another namespace": Mistake("metadata.namespace", "default", "namespaces {", "NetworkPolicy"),
 }
 
-POLICY = OPERATOR | RUN | SECURITY | NAMES
+GCS = f"{CLUSTER}.gcsFaultToleranceOptions"
+SECOND = f"{CLUSTER}.workerGroupSpecs.1"
+HOOK = ["python", "-m", "picotron_ray.runtime.ray_cluster.pre_stop", "120"]
+BUDGET = ("PodDisruptionBudget", "gpu-disruption", "picotron-workers")
+
+OPTIONS = {
+    "an image that can be written to": Mistake(
+        f"{RAY}.securityContext.readOnlyRootFilesystem", False, "may write to its image"
+    ),
+    "no folder for Ray": Mistake(f"{WORKER}.volumes.1.emptyDir", ABSENT, "/tmp is no volume of bounded size"),
+    "a home without a limit": Mistake(f"{HEAD}.volumes.2.emptyDir", {}, "/home/picotron is no volume"),
+    "an autoscaler without a folder": Mistake(
+        f"{CLUSTER}.autoscalerOptions.volumeMounts", ABSENT, "autoscaler: /tmp"
+    ),
+    "no autoscaler for a run that asks": Mistake(
+        "data.job/yaml", "name: a\nstorage: {url: 's3://bucket'}\n", "cluster.autoscale False", "ConfigMap"
+    ),
+    "spot before reserved": Mistake(f"{SECOND}.priority", 20, "asked for before", overlay="gpu-spot"),
+    "a run that depends on spot": Mistake(f"{SECOND}.minReplicas", 1, "depend on them", overlay="gpu-spot"),
+    "two groups of one name": Mistake(f"{SECOND}.groupName", "workers", "share a name", overlay="gpu-spot"),
+    "more spot pods than the run's": Mistake(f"{SECOND}.maxReplicas", 9, "of all pods", overlay="gpu-spot"),
+    "a drain longer than spot's warning": Mistake(
+        f"{SECOND}.template.spec.containers.0.env.0.value", "60", "spot: termination", overlay="gpu-spot"
+    ),
+    "a label of Ray's own": Mistake(f"{GROUP}.labels", {"ray.io/x": "y"}, "refuses to start"),
+    "a rack without a label": Mistake(f"{SECOND}.labels", ABSENT, "not on all", overlay="gpu-racks"),
+    "another rack than the machines'": Mistake(
+        f"{SECOND}.labels./example.com/rack", "a", "not those of its machines", overlay="gpu-racks"
+    ),
+    "racks that the run does not ask for": Mistake(
+        "spec.entrypoint", f"{LAUNCH} /etc/picotron/job.yaml", "is on no node", overlay="gpu-racks"
+    ),
+    "RocksDB beside Redis": Mistake(
+        f"{GCS}.redisAddress", "x:6379", "nothing of Redis", overlay="gpu-gcs-rocksdb"
+    ),
+    "Redis without an address": Mistake(
+        f"{GCS}.redisAddress", ABSENT, "takes a redisAddress", overlay="gpu-gcs-redis"
+    ),
+    "Redis's password in the manifest": Mistake(
+        f"{GCS}.redisPassword", {"value": "x"}, "name a Secret", overlay="gpu-gcs-redis"
+    ),
+    "Redis by hand as well": Mistake(
+        f"{HEAD}.containers.0.env.0",
+        {"name": "RAY_REDIS_ADDRESS", "value": "x"},
+        "is the operator's",
+        overlay="gpu-gcs-redis",
+    ),
+    "a budget in per cent": Mistake("spec.minAvailable", "50%", "as a number only", *BUDGET),
+    "a budget that keeps all pods": Mistake("spec.minAvailable", 2, "lets no machine", *BUDGET),
+    "a budget for heads and workers": Mistake(
+        "spec.selector.matchLabels./ray.io/node-type", "pod", "neither head nor worker", *BUDGET
+    ),
+    "a budget of others' pods": Mistake(
+        "spec.selector.matchLabels./app.kubernetes.io/part-of", "x", "pods of others", *BUDGET
+    ),
+    "a head that may be evicted": Mistake(
+        "spec.minAvailable",
+        0,
+        "head may be evicted",
+        "PodDisruptionBudget",
+        "gpu-disruption",
+        "picotron-head",
+    ),
+    "a hook as long as grace": Mistake(
+        f"{RAY}.lifecycle.preStop.exec.command", HOOK, "and the hook's 120", overlay="gpu-disruption"
+    ),
+    "a queue beside the autoscaler": Mistake(
+        f"{CLUSTER}.enableInTreeAutoscaling", True, "Kueue admits no", overlay="gpu-kueue"
+    ),
+    "a queue, and workers that nobody makes": Mistake(
+        "spec.entrypoint",
+        f"{LAUNCH} /etc/picotron/job.yaml cluster.autoscale=false",
+        "of all pods",
+        overlay="gpu-kueue",
+    ),
+    "a queue without a name": Mistake(
+        "metadata.labels./volcano.sh/queue-name", "", "is empty", overlay="gpu-volcano"
+    ),
+    "half of YuniKorn's labels": Mistake(
+        "metadata.labels", {"yunikorn.apache.org/queue": "root"}, "wants all of", overlay="gpu-yunikorn"
+    ),
+    "a role that is none": Mistake(
+        "metadata.annotations./eks.amazonaws.com/role-arn", "picotron", "no ARN", "ServiceAccount", "gpu-irsa"
+    ),
+    "keys beside a role": Mistake(
+        f"{RAY}.envFrom", [{"secretRef": {"name": "picotron-s3"}}], "take precedence", overlay="gpu-irsa"
+    ),
+    "RDMA that is asked for only": Mistake(
+        f"{RAY}.resources.requests./rdma/hca_shared_devices_a", "2", "requests differ", overlay="gpu-rdma"
+    ),
+}
+
+POLICY = OPERATOR | RUN | SECURITY | NAMES | OPTIONS

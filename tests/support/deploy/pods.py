@@ -1,4 +1,4 @@
-"""Rules for the pods of deploy/: Pod Security "restricted", shared memory, grace period, ports, images."""
+"""Rules for the pods of deploy/: Pod Security "restricted", volumes, grace period, ports, images."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ VOLUMES = {
 }
 PORT_NAME = re.compile(r"^(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*$")
 KUBERAYS_PORTS = {"metrics"}
+WRITABLE = ("/tmp", "/home/picotron")
 METRICS_PORT = ("train-metrics", 9400)
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
@@ -59,8 +60,9 @@ def pod_security(objects: list[Object]) -> Problems:
                 f"{where}/{container['name']}", container.get("securityContext", {})
             )
     for found in ray_objects(objects):  # the autoscaler's container is KubeRay's, with this context
-        options = cluster_spec(found).get("autoscalerOptions", {})
-        yield from _container_security("autoscaler", options.get("securityContext", {}))
+        if cluster_spec(found).get("enableInTreeAutoscaling"):
+            options = cluster_spec(found).get("autoscalerOptions", {})
+            yield from _container_security("autoscaler", options.get("securityContext", {}))
 
 
 def _container_security(where: str, context: Object) -> Problems:
@@ -71,6 +73,25 @@ def _container_security(where: str, context: Object) -> Problems:
         yield f"{where}: keeps capabilities"
     if context.get("runAsNonRoot") is False or context.get("runAsUser") == 0:
         yield f"{where}: may run as root"
+    if context.get("readOnlyRootFilesystem") is not True:
+        yield f"{where}: may write to its image"
+
+
+def writable(objects: list[Object]) -> Problems:
+    """Where the image cannot be written to, Ray's folder and the user's home are bounded volumes."""
+    for where, template in pod_templates(objects):
+        folders = {
+            volume["name"]: volume.get("emptyDir", {}) for volume in template["spec"].get("volumes", ())
+        }
+        for container in template["spec"]["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
+            for path in WRITABLE:
+                if "sizeLimit" not in (folders.get(mounts.get(path, "")) or {}):
+                    yield f"{where}/{container['name']}: {path} is no volume of bounded size"
+    for found in ray_objects(objects):
+        options = cluster_spec(found).get("autoscalerOptions", {"volumeMounts": [{"mountPath": "/tmp"}]})
+        if "/tmp" not in {mount["mountPath"] for mount in options.get("volumeMounts", ())}:
+            yield "autoscaler: /tmp is no volume"
 
 
 def resources(objects: list[Object]) -> Problems:
@@ -99,19 +120,26 @@ def shared_memory(objects: list[Object]) -> Problems:
 
 
 def grace_period(objects: list[Object]) -> Problems:
-    """Longer than Ray drains: what follows is SIGKILL."""
+    """Longer than the preStop hook and Ray's drain together: what follows is SIGKILL."""
     for where, template in pod_templates(objects):
         if where == "submitter":
             continue
         given = {
             variable["name"]: variable.get("value") for variable in container_of(template).get("env", ())
         }
-        drain, grace = (
-            float(given.get(DRAIN) or 30),
-            template["spec"].get("terminationGracePeriodSeconds", 30),
-        )
-        if grace <= drain:
-            yield f"{where}: terminationGracePeriodSeconds {grace} is not above the drain timeout {drain:g}"
+        drain, hook = float(given.get(DRAIN) or 30), hook_s(container_of(template))
+        grace = template["spec"].get("terminationGracePeriodSeconds", 30)
+        if grace <= drain + hook:
+            yield (
+                f"{where}: terminationGracePeriodSeconds {grace} is not above the drain timeout"
+                f" {drain:g} and the hook's {hook:g}"
+            )
+
+
+def hook_s(container: Object) -> float:
+    """Seconds that the preStop hook may take; 0 without one."""
+    hook = container.get("lifecycle", {}).get("preStop")
+    return float(hook["exec"]["command"][-1]) if hook else 0.0
 
 
 def ports(objects: list[Object]) -> Problems:
@@ -160,5 +188,5 @@ def images(objects: list[Object]) -> Problems:
 
 
 POD_RULES: tuple[Callable[[list[Object]], Problems], ...] = (
-    pod_security, resources, shared_memory, grace_period, ports, monitored, images,
+    pod_security, writable, resources, shared_memory, grace_period, ports, monitored, images,
 )  # fmt: skip

@@ -18,6 +18,7 @@ from picotron_ray.config.load import load_job, parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.model_sizes import parameter_count
+from tests.support.deploy.options import OPTION_RULES
 from tests.support.deploy.pods import POD_RULES, container_of, quantity
 from tests.support.deploy.render import Object, cluster_spec, pod_templates, ray_objects
 
@@ -25,24 +26,27 @@ Problems = Iterator[str]
 SUBMISSION_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")
 NAME = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
 CONFIG_FOLDER = "/etc/picotron"
+QUEUE = "kueue.x-k8s.io/queue-name"
 STATE_BYTES = 12
 """Per parameter: fp32 master weight and two moments of AdamW."""
 
 
 def policy_problems(objects: list[Object]) -> list[str]:
     """Every broken rule of a rendered overlay."""
-    return [problem for rule in (*RULES, *POD_RULES) for problem in rule(objects)]
+    return [problem for rule in (*RULES, *POD_RULES, *OPTION_RULES) for problem in rule(objects)]
 
 
 def the_job(objects: list[Object]) -> JobConfig:
-    """The run's config, as the ConfigMap holds it."""
+    """The run's config: the ConfigMap's, with the overrides of a RayJob's entrypoint."""
     (config,) = [found for found in objects if found["kind"] == "ConfigMap"]
-    return _parsed(config["data"]["job.yaml"])
+    jobs = [found for found in objects if found["kind"] == "RayJob"]
+    words = shlex.split(jobs[0]["spec"]["entrypoint"]) if jobs else []
+    return _parsed(config["data"]["job.yaml"], tuple(word for word in words if "=" in word))
 
 
 @functools.cache
-def _parsed(text: str) -> JobConfig:
-    return parse_job(yaml.safe_load(text))
+def _parsed(text: str, overrides: tuple[str, ...]) -> JobConfig:
+    return parse_job(yaml.safe_load(text), overrides)
 
 
 def rayjob(objects: list[Object]) -> Problems:
@@ -120,15 +124,17 @@ def cluster(objects: list[Object]) -> Problems:
             yield f"{found['kind']}: calls need no token"
         if spec.get("authOptions", {}).get("enableK8sTokenAuth") and found["kind"] == "RayJob":
             yield "enableK8sTokenAuth does not work with RayJob"
-        yield from _autoscaler(spec)
+        yield from _autoscaler(spec, queued=QUEUE in found["metadata"].get("labels", {}))
         for group in spec["workerGroupSpecs"]:
             yield from _sizes(group)
 
 
-def _autoscaler(spec: Object) -> Problems:
-    if not spec.get("enableInTreeAutoscaling"):
+def _autoscaler(spec: Object, queued: bool) -> Problems:
+    if queued and spec.get("enableInTreeAutoscaling"):
+        yield "Kueue admits no cluster that Ray's autoscaler changes"
+    if not queued and not spec.get("enableInTreeAutoscaling"):
         yield "enableInTreeAutoscaling is off"
-    if spec.get("autoscalerOptions", {}).get("version") != "v2":
+    if spec.get("enableInTreeAutoscaling") and spec.get("autoscalerOptions", {}).get("version") != "v2":
         yield "the autoscaler is not v2"
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         policy = group["template"]["spec"].get("restartPolicy")
@@ -136,6 +142,9 @@ def _autoscaler(spec: Object) -> Problems:
             yield f"restartPolicy {policy!r}, autoscaler v2 wants Never"
         if "labels" in group.get("rayStartParams", {}):
             yield "labels belong beside rayStartParams, not into it"
+        for key in group.get("labels", {}):
+            if key.startswith("ray.io/"):
+                yield f"label {key!r}: Ray refuses to start with a label of its own"
 
 
 def _sizes(group: Object) -> Problems:
@@ -155,26 +164,38 @@ def job_fits(objects: list[Object]) -> Problems:
         yield f"storage.url {job.storage.url!r}: pods share no folder"
     for found in ray_objects(objects):
         yield from _final_wait(found, job)
-        for group in cluster_spec(found)["workerGroupSpecs"]:
-            yield from _workers(job, group)
+        spec = cluster_spec(found)
+        yield from _workers(job, spec)
+        for group in spec["workerGroupSpecs"]:
             yield from _slots(job, group)
 
 
-def _workers(job: JobConfig, group: Object) -> Problems:
-    limits = container_of(group["template"])["resources"]["limits"]
-    if (job.cluster.device == "cuda") != ("nvidia.com/gpu" in limits):
-        yield f"cluster.device {job.cluster.device} does not go with limits {limits}"
-    by_cpu = quantity(limits["cpu"]) / Decimal(str(job.cluster.cpus_per_worker))
-    slots = quantity(limits.get("nvidia.com/gpu", by_cpu))
-    if job.cluster.max_workers != slots * group["maxReplicas"]:
-        yield f"cluster.max_workers {job.cluster.max_workers} is not maxReplicas x {slots} workers"
-    if job.cluster.min_workers > slots * group["minReplicas"]:
-        yield f"cluster.min_workers {job.cluster.min_workers} is more than minReplicas x {slots} workers"
+def _workers(job: JobConfig, spec: Object) -> Problems:
+    """As many workers as the pods of all groups have room for."""
+    groups, scaled = spec["workerGroupSpecs"], bool(spec.get("enableInTreeAutoscaling"))
+    most, least = Decimal(0), Decimal(0)
+    for group in groups:
+        limits = container_of(group["template"])["resources"]["limits"]
+        if (job.cluster.device == "cuda") != ("nvidia.com/gpu" in limits):
+            yield f"cluster.device {job.cluster.device} does not go with limits {limits}"
+        by_cpu = quantity(limits["cpu"]) / Decimal(str(job.cluster.cpus_per_worker))
+        slots = quantity(limits.get("nvidia.com/gpu", by_cpu))
+        most += slots * group["maxReplicas" if scaled else "replicas"]
+        least += slots * group["minReplicas"]
+    if job.cluster.max_workers != most:
+        yield f"cluster.max_workers {job.cluster.max_workers} is not the {most} workers of all pods"
+    if job.cluster.min_workers > least:
+        yield f"cluster.min_workers {job.cluster.min_workers} is more than the {least} of minReplicas"
+    if job.cluster.autoscale != scaled:
+        yield f"cluster.autoscale {job.cluster.autoscale}, but enableInTreeAutoscaling {scaled}"
 
 
 def _slots(job: JobConfig, group: Object) -> Problems:
     volumes = group["template"]["spec"]["volumes"]
-    limits = [volume["emptyDir"].get("sizeLimit", 0) for volume in volumes if "emptyDir" in volume]
+    memory = [
+        volume["emptyDir"] for volume in volumes if volume.get("emptyDir", {}).get("medium") == "Memory"
+    ]
+    limits = [folder.get("sizeLimit", 0) for folder in memory]
     store = int(group["rayStartParams"].get("object-store-memory", 0))
     needed = job.snapshot.slots * STATE_BYTES * parameter_count(job.model) + store
     if sum(map(quantity, limits)) < needed:

@@ -17,6 +17,7 @@ from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
+from picotron_ray.commands.profile import profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +39,7 @@ app.command("status")(run.status)
 app.command("logs")(run.logs)
 app.command("stop")(run.stop)
 app.command("dashboard")(metrics.dashboard)
+app.command("profile")(profile)
 app.command("checkpoint-now")(run.checkpoint_now)
 
 COMMANDS = "picotron_ray.commands"

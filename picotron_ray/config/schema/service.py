@@ -353,9 +353,7 @@ class ChaosFault(Section):
     Example::
 
         chaos:
-          - fault: kill
-            target: worker:2
-            step: 100
+          - {fault: kill, target: "worker:2", step: 100}
     """
 
     fault: FaultName = Field(
@@ -397,4 +395,5 @@ PHASES = (
     "commit",  # coordinator only: between the manifest and its log entry
     "grow",  # waiting until the slots are large enough for a checkpoint
     "queue",  # waiting for nodes that serve others first, and for members that read slots of other nodes
+    "hold",  # staying at a step boundary, all ranks together, as a person or a tool asks
 )

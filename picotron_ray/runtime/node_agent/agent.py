@@ -52,6 +52,7 @@ from picotron_ray.runtime.node_agent.specs import ToldSpecs, newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
 from picotron_ray.runtime.node_agent.telemetry import Telemetry
 from picotron_ray.runtime.node_agent.term_file import TermFile
+from picotron_ray.runtime.node_agent.tool_calls import ToolCalls
 from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.data_notes import read_notes
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.08
 
 
-class Agent:
+class Agent(ToolCalls):
     """Ray actor. Several methods run at a time."""
 
     def __init__(self, job: dict[str, Any], node: str, host: str) -> None:
@@ -111,8 +112,6 @@ class Agent:
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
         self._watcher = self._begin_watch()
-
-    # --- about this node -----------------------------------------------------------------------------
 
     def hello(self, term: int, run: str = "") -> dict[str, Any]:
         """Return what the node is and what runs on it, specs by name; a newer term fences older ones off.

@@ -31,12 +31,7 @@ from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.config.settings import with_settings
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind
 from picotron_ray.data.loader import BatchLoader
-from picotron_ray.errors import (
-    CorruptError,
-    NumericsError,
-    PeerLostError,
-    StorageError,
-)
+from picotron_ray.errors import CorruptError, NumericsError, PeerLostError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
@@ -199,6 +194,7 @@ class GenerationRun:
             passes_over=spec.passes_over,
             memory=self._memory,
             clock=clock,
+            tools=resources.tools.join(self.rank, self._requests, self._engine),
         )
         resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())
@@ -380,6 +376,7 @@ class GenerationRun:
         """Let go of the groups and everything that refers to them."""
         page = self._resources.page
         self._engine = self._snapshots = self._loader = None
+        self._resources.tools.leave()
         self._memory.close()
         gc.collect()
         try:

@@ -3,7 +3,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),$(CURDIR)/.venv/bin/python,python3)
 BIN = $(dir $(shell command -v $(PYTHON)))
 CONFIG ?= quickstart
 
-.PHONY: help setup tools check format types contracts test coverage pure deep docs kill-picture bench
+.PHONY: help setup tools check format types contracts test coverage pure deep docs kill-picture page-pictures bench
 
 help:
 	@echo "make setup         install everything that the checks need into .venv"
@@ -14,6 +14,7 @@ help:
 	@echo "make deep          what the default run leaves out"
 	@echo "make docs          the documentation site, warnings as errors: docs/_build/html"
 	@echo "make kill-picture  docs/_static/kill.svg, from a run of quickstart"
+	@echo "make page-pictures docs/_static/page-*.png, from a run of quickstart and Chromium"
 	@echo "make bench         recovery after a kill, and tokens/s of CONFIG (default: quickstart)"
 
 setup:
@@ -52,6 +53,9 @@ docs: tools
 
 kill-picture:
 	$(PYTHON) docs/make_kill_svg.py
+
+page-pictures:
+	$(PYTHON) docs/make_page_pictures.py
 
 bench:
 	$(PYTHON) -m picotron_ray.cli bench recovery --peers none

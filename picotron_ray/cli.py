@@ -11,10 +11,15 @@ from importlib.metadata import entry_points
 import typer
 
 from picotron_ray import launch
-from picotron_ray.commands import config, metrics, run
+from picotron_ray.commands import config, run, story
+from picotron_ray.commands.alerts import alerts
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
+from picotron_ray.commands.dashboard import dashboard
+from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
+from picotron_ray.commands.logs import logs
+from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
 from picotron_ray.commands.profile import profile
@@ -27,7 +32,9 @@ app = typer.Typer(
 )
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
+app.add_typer(alerts, name="alerts")
 app.add_typer(benchmarks, name="bench")
+app.add_typer(debug, name="debug")
 app.command("train")(launch.train)
 app.command("doctor")(doctor)
 app.command("plan")(plan)
@@ -36,9 +43,12 @@ app.command("probe")(probe)
 app.command("validate")(config.validate)
 app.command("config-schema")(config.config_schema)
 app.command("status")(run.status)
-app.command("logs")(run.logs)
+app.command("logs")(logs)
 app.command("stop")(run.stop)
-app.command("dashboard")(metrics.dashboard)
+app.command("dashboard")(dashboard)
+app.command("metrics")(metrics)
+app.command("report")(story.report)
+app.command("runs")(story.runs)
 app.command("profile")(profile)
 app.command("checkpoint-now")(run.checkpoint_now)
 

@@ -25,7 +25,9 @@ pytest_plugins = ["tests.support.coverage_limits", "tests.support.coverage_conte
 
 TESTS = Path(__file__).resolve().parent
 TIERS = ("pure", "gloo", "ray", "server", "gpu")
-NUMERICS = ("parallel", "models")
+_TRAIN = ("compile", "dry_run", "error_feedback", "muon", "quantized", "way_selection")
+NUMERICS = ("parallel/", "models/", "planner/", "train/custom_model/", *(f"train/test_{of}" for of in _TRAIN))
+"""Below tests/gloo: numerics of several ranks, which no clock judges."""
 REAL_HOME = os.environ.get("HOME", "")
 
 
@@ -98,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             if "pure/" in nodeid:
                 return nodeid.partition("::")[0]
-            return "numerics" if any(f"gloo/{part}/" in nodeid for part in NUMERICS) else "with processes"
+            return "numerics" if any(f"gloo/{part}" in nodeid for part in NUMERICS) else "with processes"
 
     return ByTier(config, log)
 

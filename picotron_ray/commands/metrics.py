@@ -1,4 +1,4 @@
-"""``picotron-ray dashboard``: the metrics that a run serves."""
+"""``picotron-ray metrics``: the metrics that a run serves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from picotron_ray.commands.output import table
 from picotron_ray.launch import AsJson
 
 
-def dashboard(
+def metrics(
     grafana: Annotated[bool, typer.Option("--grafana", help="a dashboard for Grafana's import")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print every metric that a run serves, or (--grafana) a dashboard of them.
 
-    Example: picotron-ray dashboard --grafana
+    Example: picotron-ray metrics --grafana
     """
     from picotron_ray.observability.catalogue import CATALOGUE
 

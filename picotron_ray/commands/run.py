@@ -30,22 +30,6 @@ def status(run: Run, as_json: AsJson = False) -> None:
         emit(seen) if as_json else print("\n".join(status_lines(seen)))
 
 
-def logs(
-    run: Run,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep reading until the run ends")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Print what the run's processes on this machine wrote, each line after its pid; it outlives the run.
-
-    Example: picotron-ray logs quickstart --follow
-    """
-    with reported(as_json):
-        from picotron_ray.runtime.driver import run_logs
-
-        for pid, line in run_logs.log_lines(run, follow):
-            emit({"pid": int(pid), "line": line}) if as_json else print(f"{pid}: {line}", flush=follow)
-
-
 def stop(
     run: Run,
     now: Annotated[bool, typer.Option("--now", help="kill it, without a commit")] = False,

@@ -25,8 +25,9 @@ from pydantic_core import ErrorDetails
 from picotron_ray.config.json_schema import key_schemas, schema_key
 from picotron_ray.config.mistake_lines import Place, dotted, mistake_line, shown
 from picotron_ray.config.overrides import apply_overrides
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import RUN_NAME, ChaosFault
+from picotron_ray.config.schema.service import RUN_NAME
 from picotron_ray.config.validation.check import check
 from picotron_ray.errors import ConfigError
 

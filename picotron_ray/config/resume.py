@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from picotron_ray.config.export import flatten, public_dict
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import ChaosFault
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.schedules import canonical_name, schedule_names
 

@@ -23,6 +23,7 @@ from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
 from picotron_ray.coordinator.rescues import note_rescues
 from picotron_ray.coordinator.resume_state import counts, forget_older
+from picotron_ray.coordinator.rule_findings import rule_finding
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.term_begin import begin, release_committed
 from picotron_ray.coordinator.unseen_members import look_for_members
@@ -390,5 +391,6 @@ HANDLERS: dict[type[Any], Callable[[MachineMemory, Any], None]] = {
     m.Planned: planned,
     m.Measured: measured,
     m.BottleneckReport: finding,
+    m.RuleFinding: rule_finding,
     m.Tick: tick,
 }

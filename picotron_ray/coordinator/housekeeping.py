@@ -15,6 +15,7 @@ from picotron_ray.coordinator.policies.adaptation import avoided
 from picotron_ray.coordinator.policies.membership import starts
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.rescues import forget_rescues
+from picotron_ray.coordinator.rule_findings import obey_rule
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.coordinator.unseen_members import end_unseen
 from picotron_ray.failures import FailureKind
@@ -173,7 +174,8 @@ def step_running(memory: MachineMemory) -> None:
     if memory.stop_requested:
         leave(memory, "stop requested")
     elif (
-        (reason := _drains(memory)) is not None
+        (reason := obey_rule(memory)) is not None
+        or (reason := _drains(memory)) is not None
         or (reason := _grows(memory)) is not None
         or (reason := better_plan(memory)) is not None
         or (reason := adapt(memory)) is not None

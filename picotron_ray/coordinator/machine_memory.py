@@ -28,6 +28,7 @@ from picotron_ray.coordinator.messages import (
     Measured,
     Member,
     Outcome,
+    RuleFinding,
     Settings,
     SlotIdentity,
     SlotInfo,
@@ -121,6 +122,8 @@ class MachineMemory:
     window: StepWindow | None = None  # of steps that are being measured
     figures: Measured | None = None  # newest telemetry; void where its generation is not ``spec``'s
     adaptation: AdaptState = IDLE
+    rule_found: RuleFinding | None = None  # the most urgent finding of a rule, until it is answered
+    rules_obeyed: tuple[float, ...] = ()  # when something was done on such findings, within the last hour
     settings: Settings = ()  # that the next generation runs with instead of the job's keys
     adapted: tuple[Adapted, ...] = ()  # newest changes, as the next generation's spec has them
     calibration: Calibration = NONE  # of the cost model, as it was known when the term began

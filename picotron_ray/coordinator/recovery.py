@@ -36,6 +36,7 @@ from picotron_ray.coordinator.policies.membership import choose_members
 from picotron_ray.coordinator.policies.pace import StepPace
 from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
+from picotron_ray.coordinator.policies.rewind import by_rule
 from picotron_ray.coordinator.policies.state_copies import with_copies
 from picotron_ray.coordinator.resume_state import (
     follow,
@@ -161,7 +162,8 @@ def _decide(memory: MachineMemory) -> None:
     numerics = memory.verdict and (
         memory.incident is None or memory.incident.kind is FailureKind.NUMERICS
     )  # else something went before it, and the next generation computes the step again
-    bad = memory.bad if numerics else owed_rewind(memory)
+    asked = by_rule(memory.bad) and memory.incident is None  # a failure on the way goes before it
+    bad = memory.bad if numerics or asked else owed_rewind(memory)
     older = rewound(memory, bad)
     if (numerics or bad) and older is None:
         _finalise(memory, point, "failed")
@@ -297,6 +299,7 @@ def _launch(
     memory.begun.clear()
     memory.unseen.clear()
     memory.verdict, memory.bad = "", None
+    memory.rule_found = None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until = None
     memory.exhausted, memory.exhausted_until = False, None

@@ -1,4 +1,4 @@
-"""Metrics that every node's agent serves: its workers, the node and the GPUs."""
+"""Metrics that every node's agent serves of the run: its workers, and what it keeps for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60
 
 _WORKER = ("worker",)
 _COMMUNICATION = ("worker", "thing")
-_GPU = ("gpu",)
 
 WORKER = (
     Metric(
@@ -142,6 +141,38 @@ WORKER = (
         "agent",
         _WORKER,
     ),
+    Metric(
+        "picotron_worker_fragmentation_ratio",
+        "gauge",
+        "ratio",
+        "Share of the device's free memory that is not in its largest free block.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_utilization_ratio",
+        "gauge",
+        "ratio",
+        "Share of a step in which the worker computes: forward, backward and optimizer.",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_communication_ratio",
+        "gauge",
+        "ratio",
+        "Share of a step that waits for communication which nothing hides (phases reduce and sync).",
+        "agent",
+        _WORKER,
+    ),
+    Metric(
+        "picotron_worker_data_wait_ratio",
+        "gauge",
+        "ratio",
+        "Share of a step that waits for the loader (phase data).",
+        "agent",
+        _WORKER,
+    ),
 )
 
 MEMORY = (
@@ -194,61 +225,18 @@ NODE = (
         "Snapshot bytes that members on other nodes have read from this one.",
         "agent",
     ),
-)
-
-GPU = (
     Metric(
-        "picotron_gpu_utilization_ratio",
-        "gauge",
-        "ratio",
-        "Share of the last sampling period in which a kernel ran.",
-        "agent",
-        _GPU,
-        needs_gpu=True,
-    ),
-    Metric(
-        "picotron_gpu_memory_used_bytes",
-        "gauge",
-        "bytes",
-        "Memory in use by all processes.",
-        "agent",
-        _GPU,
-        needs_gpu=True,
-    ),
-    Metric(
-        "picotron_gpu_memory_size_bytes",
-        "gauge",
-        "bytes",
-        "Memory of the GPU.",
-        "agent",
-        _GPU,
-        needs_gpu=True,
-    ),
-    Metric(
-        "picotron_gpu_temperature_celsius",
-        "gauge",
-        "celsius",
-        "Temperature of the chip.",
-        "agent",
-        _GPU,
-        needs_gpu=True,
-    ),
-    Metric(
-        "picotron_gpu_power_watts",
-        "gauge",
-        "watts",
-        "Power drawn by the board.",
-        "agent",
-        _GPU,
-        needs_gpu=True,
-    ),
-    Metric(
-        "picotron_gpu_ecc_errors_total",
+        "picotron_node_log_lines_total",
         "counter",
-        "errors",
-        "Uncorrected memory errors in the life of the GPU.",
+        "lines",
+        "Lines of the node's processes that were kept for `picotron-ray logs`.",
         "agent",
-        _GPU,
-        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_node_log_lost_lines_total",
+        "counter",
+        "lines",
+        "Lines that were not kept: the disk was full, or a process wrote faster than it is read.",
+        "agent",
     ),
 )

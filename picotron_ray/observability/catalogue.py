@@ -12,17 +12,21 @@ Each process adds the labels that it has for everything: the coordinator ``run``
 
 from __future__ import annotations
 
-from picotron_ray.observability.agent_metrics import GPU, MEMORY, NODE, WORKER
+from picotron_ray.observability.agent_metrics import MEMORY, NODE, WORKER
 from picotron_ray.observability.coordinator_metrics import CHECKPOINT, ELASTIC, TRAINING
+from picotron_ray.observability.machine_metrics import GPU, HOST
 from picotron_ray.observability.metric import Metric
+from picotron_ray.observability.step_metrics import STEPS
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Training": TRAINING,
+    "Steps": STEPS,
     "Elasticity": ELASTIC,
     "Checkpoints": CHECKPOINT,
     "Workers": WORKER,
     "Memory": MEMORY,
     "Nodes": NODE,
+    "Hosts": HOST,
     "GPUs": GPU,
 }
 """The catalogue, by the dashboard's rows."""

@@ -16,6 +16,8 @@ Panel = dict[str, Any]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 UNITS = {
     "bytes": "bytes",
+    "bytes_per_second": "Bps",
+    "hertz": "hertz",
     "celsius": "celsius",
     "ratio": "percentunit",
     "seconds": "s",

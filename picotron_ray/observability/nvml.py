@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from picotron_ray.observability.exporter import Sample
+from picotron_ray.observability.gpu_readings import COUNTED, HURTS, READINGS, FaultEvents
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +47,50 @@ def visible(cards: list[Card], environment: Mapping[str, str] = os.environ) -> l
 
 
 class Gpus:
-    """GPUs that NVML shows; opened once, at the first reading."""
+    """GPUs that NVML shows; opened once, at the first reading. Any thread may read."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] | None = None  # by UUID
+        self._faults: FaultEvents | None = None
 
     def samples(self) -> Iterator[Sample]:
         """Measure every GPU."""
         import pynvml
 
+        faults = self._fault_counts()
         for uuid, handle in self._open().items():
-            for name, read in _READERS.items():
+            for reading in READINGS:
                 try:
-                    value = read(pynvml, handle)
-                except pynvml.NVMLError as error:
-                    log.debug("%s of GPU %s: %s", name, uuid, error)
-                else:
-                    yield Sample(name, value, {"gpu": uuid})
+                    values = reading.read(pynvml, handle)
+                except (pynvml.NVMLError, AttributeError) as error:  # the second: an older library
+                    log.debug("%s of GPU %s: %s", reading.metric, uuid, error)
+                    continue
+                for label, value in values.items():
+                    labels = {reading.label: label} if reading.label else {}
+                    yield Sample(reading.metric, value, {"gpu": uuid, **labels})
+            if faults is not None:
+                yield Sample("picotron_gpu_xid_errors_total", faults.get(uuid, 0), {"gpu": uuid})
+
+    def health(self) -> dict[str, float]:
+        """Sum up what tells of sick GPUs: how many of them are throttled, and their errors."""
+        found: dict[str, float] = {}
+        throttled: dict[str, bool] = {}
+        for sample in self.samples():
+            name, gpu, value = sample.name, sample.labels["gpu"], sample.value
+            assert isinstance(value, int | float)
+            if name == "picotron_gpu_throttling":
+                hurts = bool(value) and sample.labels["reason"] in HURTS
+                throttled[gpu] = throttled.get(gpu, False) or hurts
+            elif name in COUNTED:
+                found[COUNTED[name]] = found.get(COUNTED[name], 0.0) + value
+        return {**found, "throttled_gpus": float(sum(throttled.values()))} if throttled else found
+
+    def _fault_counts(self) -> dict[str, int] | None:
+        """Critical errors (XID) of each GPU since this process began to watch; None: they are not told."""
+        handles = self._open()
+        if self._faults is None:
+            self._faults = FaultEvents(handles)
+        return self._faults.counts()
 
     def utilizations(self) -> dict[str, float]:
         """Share of the last sampling period in which a kernel ran, by UUID, of each GPU that tells."""
@@ -71,7 +99,7 @@ class Gpus:
         found = {}
         for uuid, handle in self._open().items():
             with contextlib.suppress(pynvml.NVMLError):
-                found[uuid] = _READERS["picotron_gpu_utilization_ratio"](pynvml, handle)
+                found[uuid] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         return found
 
     def cards(self) -> list[Card]:
@@ -110,20 +138,3 @@ class Gpus:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _ecc_errors(nvml: Any, handle: Any) -> float:
-    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_AGGREGATE_ECC
-    return float(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
-
-
-_READERS: dict[str, Callable[[Any, Any], float]] = {
-    "picotron_gpu_utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-    "picotron_gpu_memory_used_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
-    "picotron_gpu_memory_size_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
-    "picotron_gpu_temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(
-        gpu, nvml.NVML_TEMPERATURE_GPU
-    ),
-    "picotron_gpu_power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-    "picotron_gpu_ecc_errors_total": _ecc_errors,
-}

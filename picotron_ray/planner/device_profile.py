@@ -63,5 +63,6 @@ class DeviceProfile:
 
 # One CPU core with gloo over loopback. Arithmetic and bandwidth are the order of what small matrices reach;
 # the latency is set low on purpose: on CPU the aim is to train elastically with all workers given, and with
-# the measured 3e-4 s the planner would rightly run a toy model on one of them and leave the others idle.
-CPU = DeviceProfile(flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, kernel_s=1e-4)
+# the measured 3e-4 s the planner would rightly run a toy model on one of them and leave the others idle. A
+# block's operators cost a millisecond or two however small they are, so rows one by one are slow.
+CPU = DeviceProfile(flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, kernel_s=1e-3)

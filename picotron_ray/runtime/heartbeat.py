@@ -60,6 +60,8 @@ _FIELDS = (
     ("memory_peak_bytes", "q"),
     ("pending_operations", "q"),  # collectives issued and not yet waited for, as the present phase began
     *((f"{thing}_{what}_s", "d") for thing in THINGS for what in ("predicted", "measured")),
+    ("step_at_s", "d"),  # seconds since the epoch at which the newest step was finished
+    *((f"spent_{phase}_s", "d") for phase in PHASES),  # of the generation, up to the present phase
     ("step_sum_s", "d"),
     *((f"step_count_{bucket}", "q") for bucket in range(len(STEP_BUCKETS_S) + 1)),
 )
@@ -113,13 +115,27 @@ class PageView:
     memory_bytes: tuple[int, ...]  # of the accounted step, by MEMORY_CLASSES; -1: none yet
     memory_peak_bytes: int
     pending_operations: int
+    step_at_s: float
+    spent_s: tuple[float, ...]  # by PHASES, up to the present one
     communication_s: tuple[tuple[float, float], ...]  # predicted and measured, by `way_selection.THINGS`
     step_sum_s: float  # time of all steps that the process has finished, and their number by STEP_BUCKETS_S
     step_counts: tuple[int, ...]
 
     def figures(self) -> dict[str, Any]:
-        """Return what a heartbeat carries of it: all but what the node's own agent compares and exports."""
-        return {name: getattr(self, name) for name in CARRIED}
+        """Return what a heartbeat carries of it: all but what the node's own agent compares and exports.
+
+        Rank 0's says where the generation's seconds went, too.
+        """
+        found = {name: getattr(self, name) for name in CARRIED}
+        return {**found, **self.whereabouts(time.monotonic())} if self.rank == 0 else found
+
+    def whereabouts(self, now_s: float) -> dict[str, Any]:
+        """Return when the newest step was finished, and the generation's seconds by phase, the present one's
+        among them.
+        """
+        spent = {phase: seconds for phase, seconds in zip(PHASES, self.spent_s, strict=True) if seconds}
+        spent[self.phase] = spent.get(self.phase, 0.0) + max(0.0, now_s - self.phase_since_s)
+        return {"step_at_s": self.step_at_s, "spent_s": spent}
 
     def stalled(self, now_s: float) -> bool:
         """Whether the present phase has lasted longer than its limit."""
@@ -128,7 +144,7 @@ class PageView:
 
 _STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
 _STAYS |= {"skipped", "complete", "step_sum_s", "step_counts", "pending_operations", "communication_s"}
-_STAYS |= {"memory_mode", "memory_bytes", "memory_peak_bytes"}
+_STAYS |= {"step_at_s", "spent_s", "memory_mode", "memory_bytes", "memory_peak_bytes"}
 CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
 """Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
 
@@ -180,6 +196,7 @@ class Page:
         self.on_phase = on_phase
         self._limits = PhaseLimits(elastic)
         self._phase, self._since, self._count = "idle", time.monotonic(), 0
+        self._counted = self._since  # until then the seconds of the present phase are in ``spent``
         self.computing_step = 0
         self.least_limit_s = 0.0  # above 0 while a tool slows steps down, of which nothing is learned then
         temporary = path.with_suffix(".new")
@@ -211,6 +228,7 @@ class Page:
         bucket = f"step_count_{bucket_of(seconds, STEP_BUCKETS_S)}"
         step_sum_s = self.value("step_sum_s") + seconds
         self.put(**{bucket: self.value(bucket) + 1}, step_sum_s=step_sum_s, step_time_s=seconds)
+        self.put(step_at_s=time.time())
         self._limits.stepped()
 
     def communication(self, figures: Mapping[str, tuple[float, float]]) -> None:
@@ -237,6 +255,8 @@ class Page:
             self._limits.begin(work)
         self.computing_step, self.least_limit_s = step + 1, 0.0
         self._forget_memory()
+        self._counted = time.monotonic()
+        self.put(step_at_s=0.0, **{f"spent_{phase}_s": 0.0 for phase in PHASES})
         self.put(built_at_s=0.0, restored_at_s=0.0, skipped_step=-1, bad_steps=0, complete=-1)
         self.communication(dict.fromkeys(THINGS, (-1.0, -1.0)))
         self.put(first_step_at_s=0.0, sealed=-1, pinned=-1, clean=-1, step=step, rank=rank, n=n, term=term)
@@ -253,6 +273,7 @@ class Page:
             limit_s: limit of this one, where its own history says nothing.
         """
         now = time.monotonic()
+        self._spend(now)
         if name != self._phase:
             if not self.least_limit_s:
                 self._limits.learn(self._phase, now - self._since)
@@ -263,6 +284,12 @@ class Page:
         self.put(progress=self.value("progress") + 1, pending_operations=PENDING.count)
         if self.on_phase is not None:
             self.on_phase(self.computing_step, name)
+
+    def _spend(self, now_s: float) -> None:
+        """Count the present phase's seconds so far."""
+        name = f"spent_{self._phase}_s"
+        self.put(**{name: self.value(name) + now_s - self._counted})
+        self._counted = now_s
 
     @property
     def name(self) -> str:
@@ -281,6 +308,7 @@ class Page:
             return
         self.put(progress=self.value("progress") + 1)
         if self._phase in MOVING:
+            self._spend(now)
             self._limits.learn(self._phase, now - self._since)
             self._since = now
             self.put(phase_limit_s=self._limits.limit(self._phase), phase_since_s=now)
@@ -329,4 +357,5 @@ def read_page(path: Path) -> PageView | None:
     values["memory_bytes"] = tuple(values.pop(f"memory_{kind}_bytes") for kind in MEMORY_CLASSES)
     pairs = [(values.pop(f"{thing}_predicted_s"), values.pop(f"{thing}_measured_s")) for thing in THINGS]
     values["communication_s"] = tuple(pairs)
+    values["spent_s"] = tuple(values.pop(f"spent_{phase}_s") for phase in PHASES)
     return PageView(worker=path.stem, **values)

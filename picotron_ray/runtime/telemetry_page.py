@@ -26,11 +26,12 @@ ROWS = 100
 MOST_STAGES = 32
 """Pipeline stages of one rank whose seconds a row holds; of a rank with more, those of the first ones."""
 MAGIC = 0x7069636F74726F32
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("=qqqq48s")  # magic, version, pid, start ticks, UUID of the GPU
 _HEAD_BYTES = 256
 _INTEGERS = 9 + 5 + len(AXES) + 1
-_ROW = struct.Struct(f"={_INTEGERS}q{2 + len(STEP_PHASES)}d")  # followed by numbers and seconds of stages
+_DOUBLES = 2 + len(STEP_PHASES) + 2 * len(AXES)
+_ROW = struct.Struct(f"={_INTEGERS}q{_DOUBLES}d")  # followed by numbers and seconds of stages
 _STAGES = [struct.Struct(f"={count}q{count}d") for count in range(MOST_STAGES + 1)]
 _SUM = struct.Struct("=q")  # before all that
 ROW_BYTES = -(-(_SUM.size + _ROW.size + _STAGES[-1].size) // 64) * 64
@@ -68,6 +69,7 @@ class StepRow(NamedTuple):
         stage_s: by pipeline stage of the rank, seconds per micro-batch.
         sent_bytes: by `AXES`.
         waits_seen: whether what passes wait for is told from what they compute.
+        links: latencies by `AXES` in seconds, then bandwidths in bytes per second; 0: not measured.
     """
 
     row: int
@@ -85,6 +87,7 @@ class StepRow(NamedTuple):
     micro_batches: int
     memory: MemoryFigures
     waits_seen: bool = True
+    links: tuple[float, ...] = (0.0,) * (2 * len(AXES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class TelemetryPage:
             len(stage_s),
             *(row.step_s, row.row_s),
             *row.phase_s,
+            *row.links,
         ) + _STAGES[len(stage_s)].pack(*stage_s, *stage_s.values())
         at = _HEAD_BYTES + (self._count - 1) % ROWS * ROW_BYTES
         self._map[at : at + _SUM.size + len(packed)] = _SUM.pack(zlib.crc32(packed)) + packed
@@ -200,11 +204,12 @@ def _read_row(raw: bytes, place: int) -> StepRow | None:
         ordinal=ordinal,
         step_s=seconds[0],
         row_s=seconds[1],
-        phase_s=seconds[2:],
+        phase_s=seconds[2 : 2 + len(STEP_PHASES)],
         sent_bytes=integers[14:-1],
         stage_s=dict(zip(found[:stages], found[stages:], strict=True)),
         rows=rows,
         micro_batches=micro_batches,
         memory=MemoryFigures(*integers[9:14]),
         waits_seen=bool(waits_seen),
+        links=seconds[2 + len(STEP_PHASES) :],
     )

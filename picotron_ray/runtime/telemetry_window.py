@@ -60,6 +60,8 @@ class WorkerFigures:
         memory: at the end of the last step.
         utilization: share of the device's time in which it computes; 0: not known.
         waits_seen: as of `telemetry_page.StepRow`.
+        health: of the machine, in figures of a telemetry window; one worker of a node has it.
+        links: as of `telemetry_page.StepRow`, by the newest row.
     """
 
     term: int
@@ -75,6 +77,8 @@ class WorkerFigures:
     memory: MemoryFigures = NO_MEMORY
     utilization: float = 0.0
     waits_seen: bool = True
+    health: dict[str, float] = field(default_factory=dict)
+    links: tuple[float, ...] = ()
 
 
 def newest(rows: Sequence[StepRow], span_s: float) -> Sequence[StepRow]:
@@ -121,4 +125,5 @@ def figures_of(rows: Sequence[StepRow], utilization: float | None = None) -> Wor
         memory=last.memory,
         utilization=min(1.0, computes) if utilization is None else utilization,
         waits_seen=last.waits_seen,
+        links=last.links,
     )

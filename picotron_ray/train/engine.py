@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -47,6 +48,7 @@ from picotron_ray.parallel.precision.switches import PrecisionSwitches
 from picotron_ray.parallel.share_holders import ShareHolders
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.build_stages import build_stages, mixtures_of
+from picotron_ray.train.disturbance import add_disturbances
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
 from picotron_ray.train.passes import OnAction, OnPhase, choose_passes
@@ -103,6 +105,7 @@ class Engine:
         mesh.choose_collectives(collective_plans(job.comm))
         self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
         add_slowness(job, self.layout, self._models)
+        add_disturbances(job, self._models)
         parameters = [
             parameter
             for model in self._models.values()
@@ -174,6 +177,10 @@ class Engine:
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
         return float(total) if self._owns_loss else 0.0
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Return a group of the mesh by name (`Mesh.group`)."""
+        return self._mesh.group(name)
 
     def reduce(self, on_phase: OnPhase = silent) -> None:
         """Sum the gradients over all ranks, and the load of experts over replicas."""

@@ -31,6 +31,7 @@ from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
+from picotron_ray.train.link_probe import LinkProbe
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_clock import NoClock
@@ -121,6 +122,8 @@ class Loop:
             NumericsError: losses, gradients or weights are such that the run must end.
         """
         self._last_snapshot = self.start_step
+        measures = self.clock.measures_links
+        probe = LinkProbe(self.engine.group, self.device, self.start_step) if measures else None
         last = max(self.start_step, self.job.steps)
         for step in range(self.start_step + 1, last + 1):
             if self.passes_over(step):
@@ -136,6 +139,10 @@ class Loop:
             self.clock.enter("snapshot")
             self._snapshot_if_due(step, agreement)
             self.clock.end()
+            if probe is not None and probe.due(step):
+                self.page.phase("sync")
+                probe.run()
+                self.clock.links(probe.links)
             self.tools.boundary(step, agreement.flags, self._flags_of_all)
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)

@@ -23,7 +23,7 @@ import torch
 
 from picotron_ray.comm import wire_bytes
 from picotron_ray.comm.wire_bytes import SENT
-from picotron_ray.config.schema.telemetry import STEP_PHASES
+from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
 
@@ -54,6 +54,17 @@ class Fed(NamedTuple):
     computed_rows: int = 0
 
 
+class Link(NamedTuple):
+    """Figures of the link below an axis of the layout; 0: not measured (`link_probe`)."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+NO_LINK = Link()
+NO_LINKS = (NO_LINK,) * len(AXES)
+
+
 class StepTimes(NamedTuple):
     """One step of one rank.
 
@@ -64,6 +75,7 @@ class StepTimes(NamedTuple):
         stage_s: by pipeline stage of this rank, seconds per micro-batch, forward and backward.
         fed: what the rank was fed.
         sent_bytes: by axis of the layout (`config.schema.telemetry.AXES`), as `comm.wire_bytes` counts them.
+        links: by axis, as measured last.
     """
 
     step: int
@@ -72,6 +84,7 @@ class StepTimes(NamedTuple):
     stage_s: Mapping[int, float]
     fed: Fed
     sent_bytes: tuple[int, ...]
+    links: tuple[Link, ...] = NO_LINKS
 
     @property
     def row_s(self) -> float:
@@ -93,7 +106,16 @@ class EndedStep(NamedTuple):
 
 
 class NoClock:
-    """Clock that measures nothing."""
+    """Clock that measures nothing.
+
+    Fields:
+        measures_links: whether it wants to know of links.
+    """
+
+    measures_links = False
+
+    def links(self, found: tuple[Link, ...]) -> None:
+        """Hear of the links below each axis."""
 
     def begin(self, step: int) -> None:
         """Begin a step, in its phase ``data``."""
@@ -121,7 +143,10 @@ class HostClock(NoClock):
         every: one step of so many is measured.
     """
 
+    measures_links = True
+
     def __init__(self, sink: Sink, stages: tuple[int, ...] | None = None, every: int = 1) -> None:
+        self._links = NO_LINKS
         self._every, self._measures = every, False  # the second: the step at hand
         self._sink, self._stages = sink, (0,) if stages is None else stages
         self._owner = 0 if stages is None else NO_STAGE  # of what is of no stage in particular
@@ -149,6 +174,10 @@ class HostClock(NoClock):
             return
         self._stamp(perf_counter())
         self._mark(phase if stage == NO_STAGE else (phase, stage))
+
+    def links(self, found: tuple[Link, ...]) -> None:
+        """Hear of the links below each axis."""
+        self._links = found
 
     def fed(self, batch: StepBatch) -> None:
         """Hear what the step is fed."""
@@ -198,7 +227,8 @@ class HostClock(NoClock):
             if place in _COMPUTES and stage in stage_s:
                 stage_s[stage] += seconds / (step.fed.micro_batches or 1)
         whole_s = stamps[-1] - stamps[0]
-        self._sink(StepTimes(step.step, whole_s, tuple(phase_s), stage_s, step.fed, step.sent))
+        spent_s = tuple(phase_s)
+        self._sink(StepTimes(step.step, whole_s, spent_s, stage_s, step.fed, step.sent, self._links))
 
 
 class CudaClock(HostClock):

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from picotron_ray.bench.coordinator.fake_cluster import FakeCluster
+from picotron_ray.config.schema.service import PHASES
 from picotron_ray.runtime.coordinator.actor import Coordinator
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_agent.beats import Figures
@@ -119,7 +120,7 @@ class Load:
 def _template() -> dict[str, Any]:
     values: dict[str, Any] = {field.name: 0 for field in fields(PageView)}
     values |= {"phase": "forward", "eval_step": -1, "eval_loss": 0.0, "skipped_step": -1, "step_time_s": 1.0}
-    return PageView(**{**values, "step_counts": ()}).figures()
+    return PageView(**{**values, "step_counts": (), "spent_s": (0.0,) * len(PHASES)}).figures()
 
 
 TEMPLATE = _template()

@@ -7,7 +7,6 @@ are not counted, and attention is counted in full although the causal mask needs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,6 @@ from typing import Any
 from picotron_ray.bench.common.statistics import quartiles
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.planner.model_sizes import active_parameters, flops_per_token, sizes_of
-
-BF16_DENSE_TFLOPS = {
-    r"NVIDIA H100 80GB HBM3": 989.0,
-    r"NVIDIA H200": 989.0,
-    r"NVIDIA A100.*": 312.0,
-    r"NVIDIA B200": 2250.0,
-}
-"""CUDA device name (whole, a regular expression) → peak of dense bf16 matrix products, by its data sheet."""
 
 PHASES = ("data", "forward", "backward", "bubble", "reduce", "clip", "optimizer")
 """What a step consists of, as the engine names it; ``data`` is the loader and the copy to the device,
@@ -57,19 +48,6 @@ def formula(job: JobConfig) -> Formula:
     sizes, sequence = sizes_of(job.model), job.data.sequence_length
     flops = flops_per_token(job.model, sequence)
     return Formula(active_parameters(job.model), sizes.layers, sizes.scores, sequence, flops)
-
-
-def rated_precision(job: JobConfig) -> str:
-    """Precision whose peak a job's MFU refers to: for fp8 that of bf16, as others quote it."""
-    return "bf16" if job.precision == "fp8" else job.precision
-
-
-def known_peak(device_name: str, precision: str) -> float | None:
-    """Look up the FLOP/s of a data sheet; None where the table lacks the device or precision."""
-    for pattern, tflops in BF16_DENSE_TFLOPS.items():
-        if precision == "bf16" and re.fullmatch(pattern, device_name):
-            return tflops * 1e12
-    return None
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, workers: int, peak: float) -> float:

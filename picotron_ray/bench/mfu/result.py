@@ -9,11 +9,12 @@ from statistics import mean
 from typing import Any
 
 from picotron_ray.bench.common.event_log import Event
-from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, rated_precision, speed_up
+from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, speed_up
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import norm_kernel
 from picotron_ray.errors import PicotronError
+from picotron_ray.planner.peaks import rated_precision
 
 
 def refusals(settings: Sequence[Setting], events: Sequence[Event]) -> dict[str, str]:

@@ -26,7 +26,6 @@ import torch
 from picotron_ray.bench.common.event_log import EventLog
 from picotron_ray.bench.common.training import EngineTraining, PlainTraining, Training
 from picotron_ray.bench.mfu import picotron, torchtitan
-from picotron_ray.bench.mfu.figures import known_peak, rated_precision
 from picotron_ray.bench.mfu.memory_timeline import thinned
 from picotron_ray.bench.mfu.meters import (
     PRODUCT_SIZE,
@@ -46,6 +45,7 @@ from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PicotronError
+from picotron_ray.planner.peaks import known_peak, rated_precision
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.memory_account import untraceable

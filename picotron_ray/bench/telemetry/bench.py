@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Measured, Member, Source
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.telemetry import RunTelemetry
@@ -133,6 +133,7 @@ def _adding_s(ranks: int) -> float:
     for one in figures:
         run.take(spec, [one], 0.0)
     (event,) = run.due(spec, 0.0)
+    assert isinstance(event, Measured)
     assert event.figures.ranks == ranks
     return (time.thread_time() - began) / ranks
 

@@ -88,7 +88,7 @@ class S3Storage:
         if not bucket:
             raise StorageError(f"storage.url {config.url} names no bucket; use s3://bucket/prefix")
         self._bucket = bucket
-        self._prefix = "/".join(part for part in (prefix.strip("/"), run) if part) + "/"
+        self._prefix = "".join(f"{part}/" for part in (prefix.strip("/"), run) if part)
         self._deadline_s = config.retry_deadline_s
         self._deletes_many = True  # until the server says that it cannot
         options = Config(
@@ -156,6 +156,17 @@ class S3Storage:
                 )
             if not page.get("IsTruncated"):
                 return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def folders(self) -> Sequence[str]:
+        """List the folders right below the prefix, without what they hold."""
+        found: set[str] = set()
+        more: dict[str, str] = {}
+        while True:
+            page = self._call("", partial(self._page, "", {**more, "Delimiter": "/"}))
+            found |= {item["Prefix"] for item in page.get("CommonPrefixes", ())}
+            if not page.get("IsTruncated"):
+                return [name.removeprefix(self._prefix).rstrip("/") for name in found]
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def delete(self, key: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from picotron_ray.config.schema.adapt import AdaptConfig
+from picotron_ray.config.schema.alerts import AlertsConfig
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
 from picotron_ray.config.schema.data import DataConfig
@@ -16,7 +18,6 @@ from picotron_ray.config.schema.memory import MemoryConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.config.schema.service import (
-    ChaosFault,
     CheckpointConfig,
     ClusterConfig,
     ElasticConfig,
@@ -83,5 +84,6 @@ class JobConfig(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="held-out loss")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="figures of steps")
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="rules over telemetry")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

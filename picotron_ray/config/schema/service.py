@@ -335,46 +335,6 @@ class TrackerConfig(Section):
     )
 
 
-FaultName = Literal["kill", "stop", "hang", "slow", "remove-node"]
-FaultTarget = Literal["worker", "node", "coordinator"]
-FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
-    "kill": ("worker", "coordinator"),
-    "stop": ("worker", "coordinator"),
-    "hang": ("worker", "coordinator"),
-    "slow": ("worker",),
-    "remove-node": ("node",),
-}
-"""Scripted faults and their possible targets; each is a class in ``runtime.chaos.faults``."""
-
-
-class ChaosFault(Section):
-    """Scripted fault, for tests, demos and drills.
-
-    Example::
-
-        chaos:
-          - {fault: kill, target: "worker:2", step: 100}
-    """
-
-    fault: FaultName = Field(
-        description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns; slow: a process that"
-        " sleeps for every row that it computes, as long as it lives; remove-node: the whole node"
-    )
-    target: str = Field(
-        description="worker:<rank> of the running generation, node:<index>, or coordinator",
-        pattern=r"^(worker:\d+|node:\d+|coordinator)$",
-    )
-    step: int = Field(ge=1, description="optimizer step (1-based) at which it strikes, once per run")
-    phase: str = Field(default="forward", description="phase of the step, by its name in the heartbeat page")
-    row_s: float | None = Field(
-        default=None,
-        ge=0,
-        le=60,
-        description="slow: seconds slept per row through the whole model, of which a pipeline stage takes the"
-        " share of its blocks; 0: as fast as before",
-    )
-
-
 PHASES = (
     "idle",
     "rendezvous",  # joining the generation's process groups

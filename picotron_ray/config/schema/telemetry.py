@@ -32,3 +32,9 @@ class TelemetryConfig(Section):
         gt=0,
         description="interval at which an agent sums the steps of its workers up; null: none are measured",
     )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="peak of one worker's device that MFU refers to, such as the fastest product of"
+        " `picotron-ray probe`; null: its data sheet's, where that is known, else there is no MFU",
+    )

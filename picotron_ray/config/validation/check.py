@@ -10,7 +10,7 @@ from __future__ import annotations
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import possible
-from picotron_ray.config.validation import adapt, comm, compute, kernels, memory, model, service
+from picotron_ray.config.validation import adapt, alerts, comm, compute, kernels, memory, model, service
 
 RULES = (
     *adapt.RULES,
@@ -20,6 +20,7 @@ RULES = (
     *kernels.RULES,
     *memory.RULES,
     *service.RULES,
+    *alerts.RULES,
 )
 
 

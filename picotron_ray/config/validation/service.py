@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 
 from picotron_ray.config.problem import Problem
+from picotron_ray.config.schema.chaos import FAULT_STRENGTHS, FAULT_TARGETS, ChaosFault, FaultTarget
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.service import FAULT_TARGETS, PHASES, FaultTarget
+from picotron_ray.config.schema.service import PHASES
 from picotron_ray.config.storage_urls import server_problems, url_problems
 
 LABEL_KEY = re.compile(
@@ -134,6 +135,26 @@ TARGET_FORMS: dict[FaultTarget, str] = {
 }
 
 
+STRENGTHS = {
+    "row_s": "the seconds that slow sleeps per row, or that it comes late",
+    "factor": "what scale or scale-gradients multiplies by",
+    "pass_bytes": "the bytes that leak keeps at each pass",
+}
+
+
+def _strength(fault: ChaosFault, at: str) -> Iterator[Problem]:
+    """Ask for the key that says how much a fault disturbs, and for no other such key."""
+    wanted = FAULT_STRENGTHS.get(fault.fault)
+    for key, means in STRENGTHS.items():
+        value = getattr(fault, key)
+        if key == wanted and value is None:
+            yield Problem(f"{at}.{key}", f"saw nothing, expected {means}")
+        elif key != wanted and value is not None:
+            users = " or ".join(name for name, own in FAULT_STRENGTHS.items() if own == key)
+            text = f"saw {value:g} with fault {fault.fault}, which has no {key}; drop it or use {users}"
+            yield Problem(f"{at}.{key}", text, (f"{at}.fault",))
+
+
 def _chaos(job: JobConfig) -> Iterator[Problem]:
     for index, fault in enumerate(job.chaos):
         at = f"chaos.{index}"
@@ -154,13 +175,7 @@ def _chaos(job: JobConfig) -> Iterator[Problem]:
             expected = " or ".join(TARGET_FORMS[target] for target in FAULT_TARGETS[fault.fault])
             text = f"saw {fault.target}, expected {expected} for fault {fault.fault}"
             yield Problem(f"{at}.target", text, (f"{at}.fault",))
-        if fault.fault == "slow" and fault.row_s is None:
-            yield Problem(f"{at}.row_s", "saw nothing, expected the seconds that slow sleeps per row")
-        elif fault.fault != "slow" and fault.row_s is not None:
-            text = (
-                f"saw {fault.row_s:g} with fault {fault.fault}, which sleeps for no row; drop it or use slow"
-            )
-            yield Problem(f"{at}.row_s", text, (f"{at}.fault",))
+        yield from _strength(fault, at)
         if fault.fault == "slow" and job.kernels.cuda_graphs:
             text = "saw slow with kernels.cuda_graphs=true, whose replays know of no sleep; use false"
             yield Problem(f"{at}.fault", text, ("kernels.cuda_graphs",))

@@ -52,7 +52,14 @@ from picotron_ray.coordinator.messages.events import (
     WorkerExited,
     WorkerReady,
 )
-from picotron_ray.coordinator.messages.figures import STEP_PHASES, BottleneckReport, Measured, RunFigures
+from picotron_ray.coordinator.messages.figures import (
+    STEP_PHASES,
+    BottleneckReport,
+    Measured,
+    RuleAct,
+    RuleFinding,
+    RunFigures,
+)
 from picotron_ray.coordinator.messages.values import (
     Adapted,
     BusyWorker,
@@ -119,6 +126,8 @@ __all__ = [
     "Release",
     "Retired",
     "Rewind",
+    "RuleAct",
+    "RuleFinding",
     "RunFigures",
     "RunGeneration",
     "Settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from picotron_ray.coordinator.messages.figures import BottleneckReport, Measured
+from picotron_ray.coordinator.messages.figures import BottleneckReport, Measured, RuleFinding
 from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
@@ -293,5 +293,6 @@ Event = (
     | Planned
     | Measured
     | BottleneckReport
+    | RuleFinding
     | Tick
 )

@@ -71,6 +71,28 @@ class BottleneckReport:
     text: str
 
 
+RuleAct = Literal["snapshot", "rewind", "quarantine"]
+"""What a finding may have done: a checkpoint now, a way back to older weights, a node moved off."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFinding:
+    """Finding of a rule over telemetry, on which the config has something done (``alerts.act``).
+
+    Fields:
+        step: that shows it; of numbers that are not finite, the newest such step.
+        node: that it names; "": none.
+        text: what was seen, for people.
+    """
+
+    generation: GenerationId
+    rule: str
+    act: RuleAct
+    step: int
+    node: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Figures of a generation, by its members' telemetry; once a minute, by the coordinator's shell."""

@@ -13,18 +13,28 @@ from dataclasses import dataclass
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Rewind
 
+BY_RULE = "rule "
+"""Beginning of the reason of a rewind that a rule over telemetry asked for (``alerts.act``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """BottleneckReport of the workers: a step whose numbers are not to be trained on, in their words."""
+    """Report of the workers, or of a rule: a step whose numbers are not to be trained on, in their words."""
 
     step: int
-    reason: str  # non-finite, spike
+    reason: str  # non-finite, spike, or BY_RULE and the rule's name
     text: str
+
+
+def by_rule(bad: BadStep | None) -> bool:
+    """Whether a rule asks to go back for this step."""
+    return bad is not None and bad.reason.startswith(BY_RULE)
 
 
 def asked_for(job: JobConfig, bad: BadStep) -> bool:
     """Whether the config answers such a step with a rewind. The last step leaves none to recover in."""
+    if by_rule(bad):
+        return bad.step < job.steps
     answer = job.elastic.on_spike if bad.reason == "spike" else job.elastic.on_nonfinite
     return answer == "rewind" and bad.step < job.steps
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from picotron_ray.config.schema.service import ChaosFault
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.runtime.chaos.faults import FAULTS, NodeFault, Nodes, ProcessFault
 
 

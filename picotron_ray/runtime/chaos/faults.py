@@ -12,9 +12,9 @@ import threading
 from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
-from picotron_ray.config.schema.service import FaultTarget
+from picotron_ray.config.schema.chaos import FaultTarget
 
-FAULTS: dict[str, ProcessFault | SpeedFault | NodeFault] = {}
+FAULTS: dict[str, ProcessFault | LastingFault | NodeFault] = {}
 """One instance of each fault, by its name in the config (``chaos.<i>.fault``)."""
 
 
@@ -39,17 +39,21 @@ class ProcessFault(ABC):
         """Strike the calling process."""
 
 
-class SpeedFault(ABC):
-    """Fault of a worker's process that goes on with another speed."""
+class LastingFault(ABC):
+    """Fault of a worker's process that goes on, and does something otherwise from now on.
+
+    ``key`` is the key of the config that says how much.
+    """
 
     targets: ClassVar[tuple[FaultTarget, ...]] = ("worker",)
+    key: ClassVar[str] = "row_s"
 
     def __init_subclass__(cls, *, name: str) -> None:
         FAULTS[name] = cls()
 
     @abstractmethod
-    def strike(self, row_s: float) -> None:
-        """Strike the calling process: from now on each row takes so many seconds more."""
+    def strike(self, strength: float) -> None:
+        """Strike the calling process: from now on it is disturbed so much."""
 
 
 class NodeFault(ABC):
@@ -86,13 +90,68 @@ class Hang(ProcessFault, name="hang"):
         threading.Event().wait()  # nothing will ever set it
 
 
-class Slow(SpeedFault, name="slow"):
+class Slow(LastingFault, name="slow"):
     """Slow device: the process sleeps for every row that it computes, in all generations to come."""
 
-    def strike(self, row_s: float) -> None:
+    def strike(self, strength: float) -> None:
         from picotron_ray.train.slowness import Slowness  # torch, which the coordinator does without
 
-        Slowness.row_s = row_s
+        Slowness.row_s = strength
+
+
+class SlowData(LastingFault, name="slow-data"):
+    """Slow file system: each row of data comes late, in all generations to come."""
+
+    def strike(self, strength: float) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.row_s = strength
+
+
+class Nan(ProcessFault, name="nan"):
+    """Bad kernel: the output of one forward pass is not a number."""
+
+    targets = ("worker",)
+
+    def strike(self) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.nan = True
+
+
+class Scale(LastingFault, name="scale"):
+    """Bad weights or data: what the process's stages put out is multiplied, and the loss with it."""
+
+    key = "factor"
+
+    def strike(self, strength: float) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.factor = strength
+
+
+class ScaleGradients(LastingFault, name="scale-gradients"):
+    """Exploding or vanishing gradients: those of the process's stages are multiplied."""
+
+    key = "factor"
+
+    def strike(self, strength: float) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.gradient_factor = strength
+
+
+class Leak(LastingFault, name="leak"):
+    """Leak: the process keeps memory at every forward pass."""
+
+    key = "pass_bytes"
+
+    def strike(self, strength: float) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.pass_bytes = int(strength)
+        if not strength:
+            Disturbance.kept.clear()
 
 
 class RemoveNode(NodeFault, name="remove-node"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from picotron_ray.checkpoint.storage.base import Storage
-from picotron_ray.config.schema.service import ChaosFault
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.runtime.chaos.claims import claim
-from picotron_ray.runtime.chaos.faults import FAULTS, ProcessFault, SpeedFault
+from picotron_ray.runtime.chaos.faults import FAULTS, LastingFault, ProcessFault
 
 
 class WorkerChaos:
@@ -28,9 +28,10 @@ class WorkerChaos:
 
 def _strike(fault: ChaosFault) -> None:
     kind = FAULTS[fault.fault]
-    if isinstance(kind, SpeedFault):
-        assert fault.row_s is not None, "the config asks for it"
-        kind.strike(fault.row_s)
+    if isinstance(kind, LastingFault):
+        strength = getattr(fault, kind.key)
+        assert strength is not None, "the config asks for it"
+        kind.strike(strength)
     else:
         assert isinstance(kind, ProcessFault), "the config lets no other fault target a worker"
         kind.strike()

@@ -35,8 +35,8 @@ from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.errors import FencedError, PicotronError, StorageError
 from picotron_ray.planner.default_layout import default_planner
-from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
+from picotron_ray.runtime.coordinator.alert_service import AlertCalls
 from picotron_ray.runtime.coordinator.beginning import (
     Beginnings,
     EarlyEvents,
@@ -53,12 +53,13 @@ from picotron_ray.runtime.coordinator.event_log.writer import EventLogWriter
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.followers import Followers
 from picotron_ray.runtime.coordinator.heartbeat_pages import read_heartbeat
+from picotron_ray.runtime.coordinator.log_service import CoordinatorLogs, LastLines
 from picotron_ray.runtime.coordinator.metrics_service import MetricsService, targets_file
 from picotron_ray.runtime.coordinator.owner_watch import OwnerWatch
 from picotron_ray.runtime.coordinator.room_request import RoomRequest
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.storage_patience import StoragePatience
-from picotron_ray.runtime.coordinator.telemetry import RunTelemetry
+from picotron_ray.runtime.coordinator.telemetry import open_telemetry
 from picotron_ray.runtime.coordinator.trackers import Tracking
 from picotron_ray.runtime.node_agent.uploads import Ended
 from picotron_ray.runtime.planning.process import PlannerProcess
@@ -73,21 +74,20 @@ NODE_POLL_S = 1.0
 FLUSH_BYTES_PER_S = 500e6  # at least, with all ranks of a node at it
 
 
-class Coordinator:
+class Coordinator(AlertCalls, CoordinatorLogs):
     """Ray actor. Its methods run on several threads at a time and only hand over to the loop's thread."""
 
     def __init__(self, job: dict[str, Any], options: dict[str, Any]) -> None:
-        process_log.begin()
-        self._job = JobConfig.model_validate(job)
+        super().__init__(JobConfig.model_validate(job))
         self._options = options
         self._store = self._open_store()
         self._cluster = self._find_cluster()
         self._record = RunRecord(self._job)
-        self._telemetry = RunTelemetry(self._job.telemetry.interval_s, self._record)
+        self._device = self._cluster.device()
+        self._telemetry = open_telemetry(self._job, self._record, self._store.is_newest, self._device)
         self._followers = Followers()
         if options.get("submission"):
             self._record.attached(options["submission"])
-        self._device = self._cluster.device()
         self._flush_s = options.get("slot_bytes", 0) / FLUSH_BYTES_PER_S
         default = default_planner(self._job, self._device)
         self._machine = Machine(self._job, default=default, flush_s=self._flush_s)
@@ -102,6 +102,7 @@ class Coordinator:
         )
         self._supervisor = self._executor.supervisor
         spawn = self._executor.spawn
+        self._last_lines = LastLines(self._job, self._cluster, self._record.note, spawn)
         self._calibrations = Calibrations(self._job, self._device, self._record, spawn, living_nodes)
         self._evidence = Evidence(
             self._cluster.evidence,
@@ -175,7 +176,7 @@ class Coordinator:
 
     def _heartbeat(self, node: str, figures: list[dict[str, Any]]) -> m.Heartbeat:
         beat, pages, told = read_heartbeat(node, figures)
-        self._telemetry.take(self._machine.memory.spec, told, time.monotonic())
+        self._telemetry.take(self._machine.memory.spec, told, time.monotonic(), pages)
         self._cluster.heard(node)
         self._record.figures(node, pages)
         return beat
@@ -235,7 +236,7 @@ class Coordinator:
             return
         now = time.monotonic()
         if isinstance(event, m.WorkerExited):
-            self._cluster.gone(event.worker)
+            self._last_lines.gone(event.worker)
         try:
             commands = self._machine.handle(event, now)
         except Exception as error:  # noqa: BLE001 (told by exit)
@@ -254,14 +255,14 @@ class Coordinator:
 
     def _observe(self, now: float, event: m.Event, commands: list[m.Command]) -> None:
         """Let everything follow that decides nothing; an error there keeps no command from being obeyed."""
-        guarded, line = self._supervisor.guarded, 0
-        if self._machine.eventful:
-            line = self._event_log.next_line
+        guarded = self._supervisor.guarded
+        line = self._event_log.next_line if self._machine.eventful else 0
         guarded("the run's record", self._record.observe, event, commands, time.time(), line)
         if line:
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
+        guarded("telemetry", self._telemetry.observe, event)
         guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)
@@ -272,6 +273,7 @@ class Coordinator:
         if not self._executor.term:
             self._executor.term = await patience.call(self._store.claim)
         self._cluster.run_identity, self._cluster.data = self._store.identity, self._store.data
+        self._logs.learn(self._store.identity)
         found = await self._cluster.hello(self._executor.term, self._record.note, self._store.last_generation)
         running = any(agent["spec"] for agent in found.values())
         stored = await patience.call(partial(self._store.newest_record, decode_record))
@@ -325,8 +327,7 @@ class Coordinator:
             self._executor.spawn(keep("metrics", partial(self._serve_metrics, folder), going, NODE_POLL_S))
 
     async def _tick(self) -> None:
-        self._dispatch(m.Tick())
-        for event in self._telemetry.due(self._machine.memory.spec, time.monotonic()):
+        for event in (m.Tick(), *self._telemetry.due(self._machine.memory.spec, time.monotonic())):
             self._dispatch(event)
         self._record.waits = self._machine.waits
 
@@ -340,8 +341,8 @@ class Coordinator:
         for event in await self._cluster.changes(self._executor.term):
             self._dispatch(event)
         if self._job.cluster.autoscale:
-            missing = self._machine.view.missing
-            await asyncio.to_thread(room.update, missing, self._cluster.needs, time.monotonic())
+            wanted = self._machine.view.missing, self._cluster.needs
+            await asyncio.to_thread(room.update, *wanted, time.monotonic())
 
     async def _watch_drains(self) -> None:
         """Tell the machine of nodes that are to go until it knows; slow joins do not delay it."""
@@ -353,7 +354,7 @@ class Coordinator:
         file = targets_file(event_folder)
         if self._metrics is None:
             self._metrics = MetricsService(
-                self._job, self._record, lambda: self._machine.memory.state, get_node_ip_address(), file
+                self._job, self._record, lambda: self._machine.memory, get_node_ip_address(), file
             )
         await self._metrics.keep(lambda: self._cluster.metrics, lambda: not self._executor.ending)
 
@@ -371,8 +372,7 @@ class Coordinator:
         term = self._executor.term
         if finish.status != "fenced" and term and await self._executor.is_newest() is False:
             finish = fenced_end(self._store.overtaken_by, self._job.name)
-        doubtful = finish.status == "fenced" or not term
-        if doubtful:
+        if finish.status == "fenced" or not term:  # whose it is, is in doubt
             await leave_to_successor(self._job.name, finish)
         finish = await close_nodes(self._cluster, self._record, self._job.name, term, finish)
         summary = self._record.summary(finish)
@@ -382,12 +382,14 @@ class Coordinator:
         self._store.close(finish.status)
         if self._begun:
             await asyncio.to_thread(self._event_log.close)
+        await asyncio.to_thread(self._logs.close)
         await leave(self._job, self._options["owns_ray"], finish)
 
     async def _summed_up(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Store the summary, and end the trackers; returns it with what the ledger says."""
         if self._begun:  # with figures that are younger than the last commit
             await asyncio.to_thread(self._executor.keeper.finish, self._job.storage.final_wait_s)
+            await asyncio.to_thread(self._telemetry.finish, self._job.storage.final_wait_s)
         try:
             summary = await asyncio.to_thread(self._store.finish, summary)
         except (StorageError, FencedError) as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from picotron_ray.config.schema.adapt import KINDS
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.policies.adaptation import ACTIONS
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import REPORTED
@@ -22,22 +23,32 @@ from picotron_ray.observability.coordinator_metrics import (
 from picotron_ray.observability.exporter import Distribution, Sample
 from picotron_ray.runtime.coordinator.records import MetricFacts
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.step_metrics import step_samples
 
 NO_EVENTS = 1 << 62
+Devices = Callable[[], set[str]]
+"""Tells the product names of the GPUs that the run computes on."""
 LEVELS = ("info", "warning", "error")
 
 
 class CoordinatorFigures:
     """Figures of a run, as its coordinator knows it."""
 
-    def __init__(self, record: RunRecord, state: Callable[[], MachineState]) -> None:
+    def __init__(
+        self, job: JobConfig, record: RunRecord, state: Callable[[], MachineState], devices: Devices = set
+    ) -> None:
         """``state``: of the coordinator's machine, as of now."""
-        self._record, self._state = record, state
+        self._job, self._record, self._state, self._devices = job, record, state, devices
 
     def __call__(self) -> list[Sample]:
         """Measure all samples whose figures are known."""
         status, measured = self._record.status(NO_EVENTS, most_pages=0), self._record.measured()
-        return [*_training(status, measured), *self._elastic(status, measured), *_checkpoints(measured)]
+        return [
+            *_training(status, measured),
+            *step_samples(self._job, status, measured, self._devices()),
+            *self._elastic(status, measured),
+            *_checkpoints(measured),
+        ]
 
     def _elastic(self, status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]:
         failures, state = status["failures"], self._state()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.coordinator.states import MachineState
+from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.exporter import Exporter, PortTakenError, address
 from picotron_ray.observability.metric import Server
@@ -44,6 +44,14 @@ def targets(run: str, endpoints: dict[str, str]) -> list[dict[str, Any]]:
     ]
 
 
+def devices_of(memory: MachineMemory) -> set[str]:
+    """Product names of the GPUs of the running generation's nodes; a node with several kinds names all."""
+    members = {member.node for member in memory.spec.members} if memory.spec is not None else set()
+    nodes = [memory.roster.nodes.get(node) for node in members]
+    names = {name for node in nodes if node is not None for name in node.hardware.split(" and ")}
+    return names - {""}
+
+
 class MetricsService:
     """Endpoint, discovery file and gauges; made and used on the coordinator's loop."""
 
@@ -51,13 +59,13 @@ class MetricsService:
         self,
         job: JobConfig,
         record: RunRecord,
-        state: Callable[[], MachineState],
+        memory: Callable[[], MachineMemory],
         node_host: str,
         file: Path,
     ) -> None:
         """``node_host``: address of this node; ``file``: where the list of endpoints goes."""
         self._job, self._record, self._file = job, record, file
-        self._figures = CoordinatorFigures(record, state)
+        self._figures = CoordinatorFigures(job, record, lambda: memory().state, lambda: devices_of(memory()))
         self._endpoints: dict[str, str] = {}
         self._problems: dict[str, str] = {}
         self._gauges: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from picotron_ray.coordinator.out_of_memory import OOM, STRUCK
 from picotron_ray.coordinator.policies.failure import DAY_S
 from picotron_ray.coordinator.policies.memory_limit import together
 from picotron_ray.failures import FailureKind
+from picotron_ray.observability.goodput import GoodputAccount
 from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord, judged_by
 
 EVENTS_KEPT = 1000
@@ -70,6 +71,7 @@ class GenerationRecord:
         members: by rank; None where they are not kept any more.
         involved: members and their nodes, as long as ``members`` is kept.
         predicted_s, measured_s: seconds per step, by the planner and as they were; 0: not measured.
+        at_s: when it began, in seconds since the epoch; 0: not known.
     """
 
     id: m.GenerationId
@@ -85,6 +87,7 @@ class GenerationRecord:
     settings: m.Settings = ()
     predicted_s: float = 0.0
     measured_s: float = 0.0
+    at_s: float = 0.0
 
     @classmethod
     def of(cls, spec: m.GenerationSpec) -> GenerationRecord:
@@ -148,6 +151,7 @@ class Facts:
     changes: Counter[str] = field(default_factory=Counter)  # decisions of adaptation: "kind action"
     strikes: tuple[m.Strike, ...] = ()  # what ran out of memory, one for each size of device
     adaptation: AdaptationRecord = field(default_factory=AdaptationRecord)
+    account: GoodputAccount = field(default_factory=lambda: GoodputAccount(0.0))  # of the run's wall time
 
     def leader(self, record: GenerationRecord | None) -> dict[str, Any]:
         """Return the page of rank 0 of a generation; empty while there is none."""
@@ -162,6 +166,7 @@ class Facts:
 
         Evaluations beyond where it begins are void, and will be done again.
         """
+        record.at_s = at_s
         self.generations.append(record)
         self.adaptation.entered(record.reason, at_s)
         self.evaluations = {s: loss for s, loss in self.evaluations.items() if s <= record.start_step}
@@ -229,6 +234,7 @@ class Facts:
             plans=self.plans.copy(),
             changes=self.changes.copy(),
             adaptation=self.adaptation.copied(),
+            account=GoodputAccount.read(self.account.plain()),
         )
 
     @property
@@ -252,11 +258,12 @@ class Facts:
         elif kind == ADAPT and "change" in data:
             self.changes[f"{data['change']} {data['action']}"] += 1
 
-    def measured(self, leader: dict[str, Any]) -> MetricFacts:
+    def measured(self, leader: dict[str, Any], lived_s: float = 0.0) -> MetricFacts:
         """Copy what metrics and trackers want.
 
         Args:
             leader: page of rank 0 of the running generation.
+            lived_s: time that launches lived.
         """
         return MetricFacts(
             leader=leader,
@@ -270,6 +277,8 @@ class Facts:
             plans=dict(self.plans),
             changes=dict(self.changes),
             planned_s=list(self.planned_s),
+            goodput=goodput(self, lived_s),
+            step_s=median_step_s(self),
         )
 
 
@@ -285,6 +294,8 @@ class MetricFacts:
         plans: layouts taken, by origin: ``planned``, or ``default`` where there was no answer yet.
         changes: decisions of adaptation, by kind of change and action, with a blank between.
         planned_s: seconds that the planner's newest searches took.
+        goodput: as of `goodput`.
+        step_s: median of the newest step times; 0 before the first.
     """
 
     leader: dict[str, Any]
@@ -298,6 +309,8 @@ class MetricFacts:
     plans: dict[str, int] = field(default_factory=dict)
     changes: dict[str, int] = field(default_factory=dict)
     planned_s: list[float] = field(default_factory=list)
+    goodput: float | None = None
+    step_s: float = 0.0
 
 
 def median_step_s(facts: Facts) -> float:

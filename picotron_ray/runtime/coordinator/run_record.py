@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
 from picotron_ray.coordinator import messages as m
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
+from picotron_ray.observability.goodput import GoodputAccount
 from picotron_ray.runtime.coordinator.bad_steps import BadSteps
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.event_log.memo import observations, plain_facts, read_facts
@@ -36,7 +37,7 @@ from picotron_ray.runtime.coordinator.records import (
     sign_of,
 )
 from picotron_ray.runtime.coordinator.storage_trouble import StorageTrouble
-from picotron_ray.runtime.coordinator.summary import failure_entry, summary_of
+from picotron_ray.runtime.coordinator.summary import summary_of, training_status
 
 SEQ_GAP = 1_000_000
 """More events than an earlier term can have told since its last record; numbers of events never repeat."""
@@ -51,7 +52,7 @@ class RunRecord:
         self._job = job
         self._newest_commit: Newest | None = None  # of the machine, once it has begun
         self._lock = threading.RLock()
-        self._facts = Facts()
+        self._facts = Facts(account=GoodputAccount(time.time()))
         self._term = 0
         self._began, self._seq = time.time(), 0
         self._finish: m.Finish | None = None
@@ -67,7 +68,8 @@ class RunRecord:
         self._trouble, self._bad_steps = StorageTrouble(), BadSteps()  # the first: with storage
         self._lost: set[str] = set()  # nodes, until they join again
         self.waits: dict[str, Any] | None = None  # `Machine.waits`
-        self.telemetry: dict[str, Any] | None = None  # `RunTelemetry.status`
+        self.telemetry: dict[str, Any] | None = None  # `Round.status`
+        self.windows: Callable[[], dict[str, dict[str, float]]] = dict  # `Samples.windows`
 
     def begin(self, term: int, commit_figures: CommitFigures, newest: Newest | None = None) -> None:
         """Take over as the coordinator of ``term``; ``commit_figures`` grows with the commits."""
@@ -127,6 +129,8 @@ class RunRecord:
             self._facts.skipped_step = page["skipped_step"]
             if text := self._bad_steps.line(page, self._job.data.global_batch):
                 self.note("warning", "skipped", text, {"step": page["skipped_step"]})
+        if page["rank"] == 0:
+            self._facts.account.page(time.time(), page)
         if page["rank"] == 0 and page["step_time_s"] > 0:
             self._facts.step_times.append(page["step_time_s"])
         if page["first_step_at_s"]:
@@ -145,6 +149,7 @@ class RunRecord:
             for launch_then, event, commands, at_s in observations(lines):
                 self._launch = launch_then
                 self._lived.heard(launch_then, at_s)
+                self._facts.account.launched(launch_then, at_s)
                 self._began = min(self._began, at_s)
                 self.observe(event, commands, at_s)
                 for command in commands:
@@ -152,10 +157,11 @@ class RunRecord:
                         self.note(command.level, command.kind, command.text, command.data, at_s)
             self._launch = launch
             self._lived.heard(launch, time.time())
+            self._facts.account.launched(launch, time.time())
             self._recalled = self._seq if self._seq != before else 0
 
     def _remember(self, memo: dict[str, Any]) -> None:
-        self._facts = read_facts(memo["facts"])
+        self._facts = read_facts(memo["facts"], memo["began_s"], memo["wall_s"])
         self._open = [self._facts.failures[index] for index in memo["open"]]
         self._began, self._trouble = memo["began_s"], StorageTrouble.read(memo["uncommitted"])
         self._owed.recall(memo)
@@ -176,6 +182,7 @@ class RunRecord:
                 "open": places(self._facts.failures, self._open),
                 "launch": self._launch,
                 "paused_s": (paused_s := self._lived.paused_s),
+                "loss": self._facts.leader(self._facts.newest).get("loss"),
             }
         wall_s = time.time() - self._began
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
@@ -218,6 +225,7 @@ class RunRecord:
         """
         with self._lock:
             self._line = line or self._line
+            self._facts.account.passed(at_s, waiting=self.waits is not None)
             self._observe_event(event, at_s)
             self._owed.observe(self._launch, event, commands)
             for command in commands:
@@ -228,6 +236,7 @@ class RunRecord:
                 elif isinstance(command, m.Alert):
                     self._facts.alerted(command)
                 elif isinstance(command, m.Finish):
+                    self._facts.account.ended(at_s)
                     self._open.clear()  # no step followed; those of a later launch are no recovery
 
     def _observe_event(self, event: m.Event, at_s: float) -> None:
@@ -251,6 +260,8 @@ class RunRecord:
             if event.generation != record.id:
                 return
             record.end_step = max(record.end_step, event.step)
+            if event.kind in ("finished", "interrupted"):
+                self._facts.account.left((record.id.term, record.id.n), at_s, event.kind == "finished")
             if event.first_step_at_s:
                 self._went_on(record, event.first_step_at_s)
         if isinstance(event, m.Heartbeat) and event.generation == record.id:
@@ -285,12 +296,15 @@ class RunRecord:
             failure = FailureRecord(kind, target, record.end_step, at_s - self._began, struck=struck)
             self._facts.failures.append(failure)
             self._open.append(failure)
+            self._facts.account.failed(at_s)
         elif last is not None and explains(kind, last.kind) and target in self._facts.struck_by(last):
             last.kind, last.target = kind, target
 
     def _generation(self, spec: m.GenerationSpec, at_s: float) -> None:
         self._running = True
         generations = self._facts.generations
+        reached = generations[-1].end_step if generations else 0
+        self._facts.account.generation((spec.id.term, spec.id.n), at_s, spec.resume_step, reached)
         if generations and generations[-1].id == spec.id:
             return
         for failure in self._open:
@@ -334,15 +348,9 @@ class RunRecord:
             most_pages: where there are more pages of workers, rank 0's alone is shown; None: all are.
         """
         with self._lock:
-            record = self._facts.newest
-            page = self._facts.leader(record)
-            pages = self._facts.pages
+            page, pages = self._facts.leader(self._facts.newest), self._facts.pages
             if most_pages is not None and len(pages) > most_pages:
                 pages = {page["worker"]: page} if page else {}
-            newest_eval = self._facts.newest_eval()
-            step = page.get("step", record.end_step if record else 0)
-            step_time = page.get("step_time_s") or 0.0
-            tokens = self._job.data.global_batch * self._job.data.sequence_length
             return {
                 "run": self._job.name,
                 "submissions": list(self._facts.submissions),
@@ -352,25 +360,15 @@ class RunRecord:
                 "recalled": self._recalled,
                 "stopping": m.UserRequest("stop") in self.owed,
                 "began_s": self._began,  # since the epoch; `detected_s` of failures counts from here
-                "generation": str(record.id) if record else None,
-                "layout": record.layout if record else None,
-                "precision": self._job.precision,
-                "members": record.names if record else [],
-                "resume_step": record.start_step if record else 0,
+                **training_status(self._job, self._facts),
+                **self._facts.account.told(time.time()),
                 "waits": self.waits,
                 "telemetry": self.telemetry,
-                "step": step,
-                "steps": self._job.steps,
-                "loss": page.get("loss") or None,
-                "tokens_per_s": tokens / step_time if step_time else None,
-                "eval_loss": newest_eval.get("eval_loss"),
-                "eval_step": newest_eval.get("eval_step"),
-                "baseline_loss": self._facts.baseline_loss,
+                "windows": self.windows() if most_pages is None else {},
                 "uncommitted": bool(self._trouble),
                 "committed": newest_step(self._facts, self._newest_commit),
                 "pages": dict(pages),
                 "metrics": self._metrics,
-                "failures": [failure_entry(each, self._facts.evidence) for each in self._facts.failures],
                 "events": [event for event in self._facts.events if event["seq"] > since],
                 "done": self._summary is not None,
                 "exit_code": EXIT_CODES[self._finish.status] if self._finish else None,
@@ -381,13 +379,15 @@ class RunRecord:
     def measured(self) -> MetricFacts:
         """Return the facts that are served as metrics, beyond ``status``."""
         with self._lock:
-            return self._facts.measured(dict(self._facts.leader(self._facts.newest)))
+            lived_s = time.time() - self._began - self._lived.paused_s
+            return self._facts.measured(dict(self._facts.leader(self._facts.newest)), lived_s)
 
     def summary(self, finish: m.Finish) -> dict[str, Any]:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             wall_s = time.time() - self._began
-            return summary_of(self._job, self._facts, finish, wall_s, wall_s - self._lived.paused_s)
+            lived_s = wall_s - self._lived.paused_s
+            return summary_of(self._job, self._facts, finish, self._began, wall_s, lived_s)
 
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:
         with self._lock:

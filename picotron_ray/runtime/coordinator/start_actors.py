@@ -13,7 +13,9 @@ from ray.actor import ActorHandle
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.runtime import process_log
+from picotron_ray.runtime.log_sources import note_source
 from picotron_ray.runtime.node_agent.agent import Agent
+from picotron_ray.runtime.ray_cluster.log_folders import log_folder
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, worker_actor_name
 from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
 
@@ -21,11 +23,12 @@ from picotron_ray.runtime.ray_cluster.placement import WorkerNeeds, on_node
 class WorkerActor:
     """Actor that passes calls to ``runtime.worker.worker.Worker``, imported in the worker's own process."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, job: dict[str, Any], worker: str, node: str, slot_bytes: int) -> None:
+        process_log.begin()
+        note_source(log_folder(job["name"], node), worker)  # first: its imports may fail
         from picotron_ray.runtime.worker.worker import Worker
 
-        process_log.begin()
-        self._worker = Worker(*arguments)
+        self._worker = Worker(job, worker, node, slot_bytes)
 
     def ready(self) -> str:
         return self._worker.ready()

@@ -35,12 +35,13 @@ def generation_entry(record: GenerationRecord) -> dict[str, Any]:
 
 
 def summary_of(
-    job: JobConfig, facts: Facts, finish: m.Finish, wall_s: float, lived_s: float
+    job: JobConfig, facts: Facts, finish: m.Finish, began_s: float, wall_s: float, lived_s: float
 ) -> dict[str, Any]:
     """Return the content of summary.json, without the ledger's part, which is added when it is stored.
 
     Args:
-        wall_s: since the run first began.
+        began_s: when the run first began, in seconds since the epoch.
+        wall_s: since then.
         lived_s: of those, what its launches lived.
     """
     median = median_step_s(facts)
@@ -59,8 +60,40 @@ def summary_of(
         "wall_s": wall_s,
         "lived_s": lived_s,
         "generations": [generation_entry(record) for record in facts.generations],
-        "failures": [failure_entry(each, facts.evidence) for each in facts.failures],
+        "failures": failure_entries(facts),
+        "seconds": facts.account.told(began_s + wall_s)["seconds"],
         "checkpoints": list(facts.checkpoints),
+    }
+
+
+def failure_entries(facts: Facts) -> list[dict[str, Any]]:
+    """Format failures as the status and summary.json list them, with the seconds that each one cost."""
+    return [
+        {**failure_entry(each, facts.evidence), **facts.account.of_failure(at)}
+        for at, each in enumerate(facts.failures)
+    ]
+
+
+def training_status(job: JobConfig, facts: Facts) -> dict[str, Any]:
+    """Format what the status says of the newest generation and its training."""
+    record = facts.newest
+    page, newest_eval = facts.leader(record), facts.newest_eval()
+    step_time = page.get("step_time_s") or 0.0
+    tokens = job.data.global_batch * job.data.sequence_length
+    return {
+        "generation": str(record.id) if record else None,
+        "layout": record.layout if record else None,
+        "precision": job.precision,
+        "members": record.names if record else [],
+        "resume_step": record.start_step if record else 0,
+        "step": page.get("step", record.end_step if record else 0),
+        "steps": job.steps,
+        "loss": page.get("loss") or None,
+        "tokens_per_s": tokens / step_time if step_time else None,
+        "eval_loss": newest_eval.get("eval_loss"),
+        "eval_step": newest_eval.get("eval_step"),
+        "baseline_loss": facts.baseline_loss,
+        "failures": failure_entries(facts),
     }
 
 

@@ -1,21 +1,54 @@
 """Telemetry of a run: what agents send, summed up by replicas and stages, and handed to the machine.
 
-Each worker's figures are added to sums as they come and are not kept, so that thousands of ranks take the
-room of their replicas and stages. A round ends once all ranks have been heard of; after an interval, once all
-replicas and stages have; after two intervals with what there is.
+Each worker's figures are added to sums as they come, and a few of them to a row of numbers, so that thousands
+of ranks take 60 bytes each. A round ends once all ranks have been heard of; after an interval, once all
+replicas and stages have; after two intervals with what there is. The machine gets the sums. Whoever explains
+the run (rules, pages, the archive) gets a window: the round flattened, and who was slow.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
-from picotron_ray.coordinator.messages import GenerationSpec, Measured, RunFigures
+from picotron_ray.coordinator.messages import (
+    Appended,
+    Begin,
+    Event,
+    GenerationSpec,
+    Measured,
+    RuleFinding,
+    RunFigures,
+)
+from picotron_ray.observability.rank_table import RankTable
+from picotron_ray.observability.windows import (
+    Samples,
+    TelemetryWindow,
+    known,
+    run_figures,
+    window_of_round,
+)
+from picotron_ray.runtime.coordinator.alert_service import AlertService
+from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
+from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures
+
+NO_EVENTS = 1 << 62
+ALERTS_PATIENCE_S = 5.0
+MOST_SHOWN = 32
+"""Ranks that the status shows one by one; of more, the slowest."""
+SAMPLED = ("loss", "grad_norm", "learning_rate", "step_time_s")
+"""Figures of which each step that a heartbeat shows is a sample; of the others each window is."""
+PageFigures = dict[str, Any]
+"""What a heartbeat carries of a worker's page."""
 
 
 class RankSpread:
@@ -54,6 +87,9 @@ class Round:
         self._steps, self._last_step = 0, 0
         self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
+        self.table = RankTable(layout.world_size)
+        self._health: dict[str, float] = {}
+        self.links = RoundLinks()
 
     @property
     def complete(self) -> bool:
@@ -86,6 +122,14 @@ class Round:
         self._steps, self._last_step = max(self._steps, one.steps), max(self._last_step, one.last_step)
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
+        self._fill(one)
+        join_health(self._health, one.health)
+        self.links.add(one.links)
+
+    def _fill(self, one: WorkerFigures) -> None:
+        means, memory = (window.mean for window in one.series), one.memory
+        held = memory.allocated, memory.peak, memory.device
+        self.table.put(one.rank, (*means, one.utilization, *held))
 
     def _remember(self, memory: MemoryFigures) -> None:
         if self.ranks == 1 or memory.largest_free < self._least_free:
@@ -138,7 +182,26 @@ class Round:
             },
             "utilization": figures.utilization,
             "waits_seen": figures.waits_seen,
+            "health": dict(self._health),
+            "slow_ranks": self._slow_ranks(),
         }
+
+    def _slow_ranks(self) -> list[dict[str, Any]]:
+        """Return the slowest ranks with all their columns, the slowest first; the first ones, where waits are
+        not told from computing, and so nobody is known to be slow.
+        """
+        if not self._waits_seen:
+            return self.table.rows(range(min(MOST_SHOWN, self.table.ranks)))
+        slow = self.table.slowest(MOST_SHOWN)
+        rows = self.table.rows([one.rank for one in slow])
+        return [{**row, **one._asdict()} for row, one in zip(rows, slow, strict=True)]
+
+
+def join_health(all_of_them: dict[str, float], one: Mapping[str, float]) -> None:
+    """Add a machine's health to that of others: counts are summed, of shares the largest stays."""
+    for name, value in one.items():
+        before = all_of_them.get(name, 0.0)
+        all_of_them[name] = max(before, value) if name.endswith("_ratio") else before + value
 
 
 def _fullness(memory: MemoryFigures) -> tuple[float, int]:
@@ -156,9 +219,56 @@ class RunTelemetry:
         self._interval_s, self._record = interval_s or 0.0, record
         self._lock = threading.Lock()
         self._round: Round | None = None
+        self._samples, self._sampled = Samples(), (0, 0, 0)  # the second: term, n and step of the last one
+        self.listeners: list[Callable[[TelemetryWindow], None]] = []
+        """Called with each window, on the coordinator's loop: whatever takes long goes elsewhere."""
+        self.newest: tuple[RankTable, str] | None = None
+        """Ranks of the newest round, and its generation."""
+        self._archive: ArchiveKeeper | None = None
+        self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
+        self.alerts: AlertService | None = None
+        record.windows = self._windows
 
-    def take(self, spec: GenerationSpec | None, found: Sequence[WorkerFigures], now_s: float) -> None:
-        """Add what an agent sent; figures of any generation but ``spec``'s are dropped."""
+    def archived(self, archive: ArchiveKeeper) -> RunTelemetry:
+        """Have windows archived with the commits; returns this object."""
+        self._archive = archive
+        self.listeners.append(archive.add)
+        return self
+
+    def observe(self, event: Event) -> None:
+        """Follow the machine: a term begins, and commits bring windows to storage."""
+        if self._archive is not None and isinstance(event, Begin):
+            self._archive.begin(event.term)
+        elif self._archive is not None and isinstance(event, Appended) and event.kind == "commit":
+            self._archive.keep()
+
+    def judged(self, alerts: AlertService) -> RunTelemetry:
+        """Have windows judged by rules; returns this object."""
+        self.alerts = alerts
+        self.listeners.append(alerts.take)
+        return self
+
+    def finish(self, patience_s: float) -> None:
+        """Bring the last windows to storage, and findings to sinks; blocks up to ``patience_s`` for each."""
+        if self.alerts is not None:
+            self.alerts.finish(min(patience_s, ALERTS_PATIENCE_S))
+        if self._archive is not None:
+            self._archive.finish(patience_s)
+
+    def take(
+        self,
+        spec: GenerationSpec | None,
+        found: Sequence[WorkerFigures],
+        now_s: float,
+        pages: Sequence[PageFigures] = (),
+    ) -> None:
+        """Add what an agent sent; figures of any generation but ``spec``'s are dropped.
+
+        Args:
+            pages: of the agent's workers.
+        """
+        if spec is not None:
+            self._sample(spec, pages)
         fresh = [one for one in found if spec is not None and (one.term, one.n) == (spec.id.term, spec.id.n)]
         if not fresh or spec is None:
             return
@@ -168,8 +278,29 @@ class RunTelemetry:
             for one in fresh:
                 self._round.add(one)
 
-    def due(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
-        """Return the event of a round that is over; none while it goes on."""
+    def _sample(self, spec: GenerationSpec, pages: Sequence[PageFigures]) -> None:
+        """Sample rank 0's page, where it shows a step that was not sampled yet."""
+        for page in pages:
+            at = page["term"], page["n"], page["step"]
+            if page["rank"] == 0 and at[:2] == (spec.id.term, spec.id.n) and page["step_time_s"] > 0:
+                with self._lock:
+                    if at > self._sampled:
+                        self._sampled = at
+                        self._samples.add(known({name: page[name] for name in SAMPLED}))
+
+    def _windows(self) -> dict[str, dict[str, float]]:
+        with self._lock:
+            return self._samples.windows()
+
+    def due(self, spec: GenerationSpec | None, now_s: float) -> list[Measured | RuleFinding]:
+        """Return the event of a round that is over, and those that findings of earlier ones ask for."""
+        asked: list[Measured | RuleFinding] = []
+        if self.alerts is not None:
+            self.alerts.spec = spec
+            asked += self.alerts.asked()
+        return [*self._round_over(spec, now_s), *asked]
+
+    def _round_over(self, spec: GenerationSpec | None, now_s: float) -> Iterable[Measured]:
         with self._lock:
             held = self._round
             if held is None:
@@ -186,5 +317,40 @@ class RunTelemetry:
                 return ()
             self._round = None
         figures = held.figures()
-        self._record.telemetry = held.status(figures)
+        told = {**held.status(figures), "links": held.links.told(self._best)}
+        self._record.telemetry = told
+        self._tell(held, told)
         return (Measured(held.id, figures),)
+
+    def _tell(self, held: Round, told: dict[str, Any]) -> None:
+        more = run_figures(self._record.status(NO_EVENTS, most_pages=0), self._record.measured().leader)
+        window = window_of_round(time.time(), told, more, held.table)
+        with self._lock:
+            self.newest = held.table, str(held.id)
+            sampled = {name: value for name, value in window.figures.items() if name not in SAMPLED}
+            self._samples.add(sampled)
+        for listener in self.listeners:
+            listener(window)
+
+
+def open_telemetry(
+    job: JobConfig, record: RunRecord, is_newest: Callable[[], bool | None], device: str
+) -> RunTelemetry:
+    """Return the telemetry of a run, whose windows are judged and go to its storage, with its events.
+
+    Args:
+        is_newest: whether no newer term was claimed; None: not known.
+        device: of the workers, "cuda" or "cpu".
+    """
+    run = RunTelemetry(job.telemetry.interval_s, record)
+
+    if job.alerts.enabled and job.telemetry.interval_s is not None:
+        run.judged(AlertService(job, record, device))
+
+    def events(since: int) -> list[dict[str, Any]]:
+        return list(record.status(since, most_pages=0)["events"])
+
+    def storage() -> Storage:
+        return open_storage(job.storage, job.name)
+
+    return run.archived(ArchiveKeeper(storage, is_newest, events, lambda: run.newest, record.note))

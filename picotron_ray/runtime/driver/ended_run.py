@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.lineage import newest_commit
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import RUN_NAME
 from picotron_ray.errors import PicotronError, StorageError
 from picotron_ray.runtime.coordinator.event_log import files
 from picotron_ray.runtime.coordinator.run_record import EXIT_CODES
@@ -89,6 +91,12 @@ def _last_launch(run: str) -> tuple[int, JobConfig | None] | None:
     except (KeyError, ValidationError) as error:
         log.debug("the config of run %s cannot be read: %s", run, error)
         return term, None
+
+
+def last_job(run: str) -> JobConfig | None:
+    """Return the config of a run's newest launch on this machine; None where its logs know of none."""
+    found = _last_launch(run) if re.fullmatch(RUN_NAME, run) else None
+    return None if found is None else found[1]
 
 
 def emptied_storage(run: str) -> str:

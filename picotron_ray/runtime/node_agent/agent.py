@@ -40,6 +40,8 @@ from picotron_ray.runtime.node_agent.burial import Burials
 from picotron_ray.runtime.node_agent.calls import call_agent, call_coordinator
 from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
+from picotron_ray.runtime.node_agent.log_service import AgentLogs
+from picotron_ray.runtime.node_agent.machine import machine_of
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
@@ -67,7 +69,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.08
 
 
-class Agent(ToolCalls):
+class Agent(AgentLogs, ToolCalls):
     """Ray actor. Several methods run at a time."""
 
     def __init__(self, job: dict[str, Any], node: str, host: str) -> None:
@@ -80,6 +82,7 @@ class Agent(ToolCalls):
         claim = partial(cleanup.claim, self._folder, kept_slots.marker_bytes(self._job.cluster.max_workers))
         claim()
         self._guard = FolderGuard(self._folder, claim)
+        super().__init__(self._job, node, self._pages)
         self._info = partial(slot_info, node)
         self._terms = TermFile(self._folder, actor)
         self._kept = KeptState(self._folder, self._info)
@@ -103,11 +106,12 @@ class Agent(ToolCalls):
             lambda name, key: self._quarantined.get(name) == key,
             ledger_folder(self._folder),
         )
-        figures = AgentFigures(self._folder, self._living, self._shards)
+        machine = machine_of(self._job, self._folder, self._gpus)
+        figures = AgentFigures(self._folder, self._living, self._shards, machine, self._logs.store)
         self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
-        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, self._gpus.utilizations)
+        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, machine)
         self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()
@@ -121,6 +125,7 @@ class Agent(ToolCalls):
         """
         self._accept(term)
         self._terms.learn(run)
+        self._logs.learn(run)
         self._rendezvous.start()  # now, so that it listens by the time the workers have imported torch
         self._stalls.forget()  # what an earlier coordinator was told, this one has not heard
         self._seal_watch.forget()
@@ -165,8 +170,6 @@ class Agent(ToolCalls):
     def figures(self) -> list[dict[str, Any]]:
         """Return the pages of the living workers, as heartbeats carry them."""
         return [page.figures() for page in self._living()]
-
-    # --- slots -----------------------------------------------------------------------------------------
 
     def inventory(self, term: int) -> tuple[SlotInfo, ...]:
         """Return all sealed slots of this node, but those found bad; SlotError while some are saved.
@@ -232,8 +235,6 @@ class Agent(ToolCalls):
         """Mark the slots of state (term, n, step): the next launch finds them, whatever ends this one."""
         self._accept(term)
         self._kept.mark(key, self._terms.run)
-
-    # --- workers -----------------------------------------------------------------------------------------
 
     def kill(self, term: int, worker: str) -> bool | str:
         """Kill a worker by SIGKILL to its pid; True where it was alive, `PUT_OFF` where it is rescued."""
@@ -317,7 +318,7 @@ class Agent(ToolCalls):
             self._closing.clear()
             self._watcher = self._begin_watch()
             raise
-        for part in (self._guard, self._burials, self._uploads, self._shards, self._members):
+        for part in (self._guard, self._burials, self._uploads, self._shards, self._members, self._logs):
             part.close()
         self._rendezvous.stop()
         if keeps:

@@ -17,11 +17,12 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.observability.exporter import Distribution, Exporter, PortTakenError, Sample, address
-from picotron_ray.observability.nvml import Gpus
+from picotron_ray.observability.logs.store import LogStore
 from picotron_ray.runtime.heartbeat import PageView, cpu_seconds
+from picotron_ray.runtime.node_agent.machine import NodeMachine
 from picotron_ray.runtime.telemetry_page import SUFFIX as TELEMETRY
-from picotron_ray.runtime.telemetry_page import read_rows
-from picotron_ray.runtime.telemetry_window import figures_of
+from picotron_ray.runtime.telemetry_page import MemoryFigures, read_rows
+from picotron_ray.runtime.telemetry_window import WorkerFigures, figures_of
 from picotron_ray.train.way_selection import THINGS
 
 
@@ -46,10 +47,17 @@ def serve_metrics(
 class AgentFigures:
     """Figures of a node: its workers, by their pages, its memory, its GPUs."""
 
-    def __init__(self, folder: Path, living: Callable[[], list[PageView]], shards: ShardServer) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        living: Callable[[], list[PageView]],
+        shards: ShardServer,
+        machine: NodeMachine,
+        logs: LogStore,
+    ) -> None:
         """``living``: the pages of the node's living workers, as of now."""
         self._folder, self._living, self._shards = folder, living, shards
-        self._gpus = Gpus()
+        self._machine, self._logs = machine, logs
 
     def __call__(self) -> list[Sample]:
         """Measure all samples whose figures are known."""
@@ -63,7 +71,9 @@ class AgentFigures:
             Sample("picotron_node_slot_bytes", slots),
             Sample("picotron_node_memory_file_system_free_bytes", free),
             Sample("picotron_node_served_snapshot_bytes_total", self._shards.served_bytes),
-            *self._gpus.samples(),
+            Sample("picotron_node_log_lines_total", self._logs.lines),
+            Sample("picotron_node_log_lost_lines_total", self._logs.lost),
+            *self._machine.samples(),
         ]
 
     def _steps(self, page: PageView) -> Iterator[Sample]:
@@ -77,12 +87,36 @@ class AgentFigures:
             for statistic, value in window._asdict().items():
                 labels = {**worker, "phase": phase, "statistic": statistic}
                 yield Sample("picotron_worker_phase_seconds", value, labels)
-        step_s, bubble_s = found.series[0].mean, found.series[1 + STEP_PHASES.index("bubble")].mean
-        yield Sample("picotron_worker_bubble_ratio", bubble_s / step_s if step_s else 0.0, worker)
+        for name, share in _shares(found).items():
+            yield Sample(f"picotron_worker_{name}_ratio", share, worker)
         for axis, nbytes in zip(AXES, found.sent_bytes, strict=True):
             yield Sample("picotron_worker_sent_bytes", nbytes, {**worker, "axis": axis})
         yield Sample("picotron_worker_peak_bytes", found.memory.peak, worker)
         yield Sample("picotron_worker_largest_free_bytes", found.memory.largest_free, worker)
+        if (fragmented := fragmentation(found.memory)) is not None:
+            yield Sample("picotron_worker_fragmentation_ratio", fragmented, worker)
+
+
+def _shares(found: WorkerFigures) -> dict[str, float]:
+    """Shares of a step; how much of it computes is known only where waits are told from computing."""
+    step_s = found.series[0].mean
+    spent = dict(zip(STEP_PHASES, (window.mean for window in found.series[1:]), strict=True))
+    shares = {
+        "bubble": spent["bubble"],
+        "data_wait": spent["data"],
+        "communication": spent["reduce"] + spent["sync"],
+    }
+    if found.waits_seen:
+        shares["utilization"] = spent["forward"] + spent["backward"] + spent["optimizer"]
+    return {name: min(1.0, seconds / step_s) if step_s else 0.0 for name, seconds in shares.items()}
+
+
+def fragmentation(memory: MemoryFigures) -> float | None:
+    """Share of the device's free memory that is not in its largest free block; None where it is not known."""
+    unused = memory.device - memory.allocated
+    if not memory.device or not memory.largest_free or unused <= 0:
+        return None
+    return 1.0 - min(1.0, memory.largest_free / unused)
 
 
 def _worker(page: PageView) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ from picotron_ray.runtime.ray_cluster.kept_slots import keeping, marker_bytes
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.ray_cluster.private_folder import problem, user_folder
 
-WORKER_FILES_BYTES = 147_456
+WORKER_FILES_BYTES = 159_744
 """Of one worker, but for its spec: heartbeat and telemetry page, notes, and the stacks of a hang."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from importlib.metadata import version
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_json, get_or_none
@@ -9,6 +11,7 @@ from picotron_ray.config.export import public_dict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import NotFoundError
 
+PACKAGES = ("torch", "ray", "numpy")
 NEWEST = "launch.json"
 """Key of the newest launch's config, in the form of run.json; storage of an earlier version has none."""
 
@@ -28,4 +31,11 @@ def saved_config(job: JobConfig) -> dict[str, Any]:
     from picotron_ray import __version__
     from picotron_ray.runtime.ray_cluster.fingerprint import package_fingerprint
 
-    return {"config": public_dict(job), "version": __version__, "package": package_fingerprint()}
+    known = {"config": public_dict(job), "version": __version__, "package": package_fingerprint()}
+    return {**known, "environment": environment()}
+
+
+def environment() -> dict[str, str]:
+    """Return the versions that a run's numbers may depend on, and the machine of its coordinator."""
+    found = {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
+    return {**found, **{package: version(package) for package in PACKAGES}}

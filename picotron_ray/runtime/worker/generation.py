@@ -44,6 +44,7 @@ from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.slot_restore import SlotRestore
 from picotron_ray.runtime.worker.step_telemetry import generation_clock
 from picotron_ray.runtime.worker.storage_wait import StorageWait
+from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
@@ -172,6 +173,7 @@ class GenerationRun:
             start_step=spec.resume_step,
             depth=self._job.data.prefetch_steps,
             passes_over=spec.passes_over,
+            make=batches_of(self._job),
         )
         self._snapshots = self._snapshotter(self._engine.state())
         clock = generation_clock(resources.telemetry, spec, self.rank, resources.device, self._memory.limited)

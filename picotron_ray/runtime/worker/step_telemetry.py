@@ -141,6 +141,7 @@ class StepTelemetry:
             micro_batches=times.fed.micro_batches,
             memory=self._memory(),
             waits_seen=self._waits_seen,
+            links=(*(link.latency_s for link in times.links), *(link.bytes_per_s for link in times.links)),
         )
         self._page.write(row)
 

@@ -16,10 +16,8 @@ from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import (
     breakdown,
     formula,
-    known_peak,
     measured,
     mfu,
-    rated_precision,
     speed_up,
 )
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
@@ -36,6 +34,7 @@ from picotron_ray.bench.mfu.settings import (
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.planner.peaks import known_peak, mfu_ratio, peak_of_worker, rated_precision
 
 SMOLLM = (  # SmolLM-1.7B
     "model.vocab_size=49152",
@@ -72,6 +71,19 @@ def test_only_a_whole_name_and_bf16_have_a_data_sheet() -> None:
     for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "cpu"):
         assert known_peak(name, "bf16") is None
     assert known_peak("NVIDIA H200", "fp32") is None
+
+
+def test_a_runs_mfu_relates_to_a_peak_that_is_named_or_there_is_none() -> None:
+    job = load_job("quickstart", ["precision=bf16"])
+    published = peak_of_worker(job, {"NVIDIA H200"})
+    assert published == (989e12, "NVIDIA H200, dense bf16 by its data sheet")
+    assert peak_of_worker(job, set()) is None, "CPUs"
+    assert peak_of_worker(job, {"NVIDIA H200", "NVIDIA B200"}) is None
+    given = load_job("quickstart", ["telemetry.peak_tflops=0.05"])
+    peak = peak_of_worker(given, set())
+    assert peak == (5e10, "telemetry.peak_tflops")
+    flops = formula(given).flops_per_token
+    assert mfu_ratio(given, 1000.0, 4, peak) == pytest.approx(mfu(1000.0, flops, 4, 5e10))
 
 
 def test_rates_are_of_whole_segments_and_ratios_of_rounds() -> None:

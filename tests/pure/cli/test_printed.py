@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from picotron_ray.config.resume import markdown, table
 from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.dashboard import dashboard
+from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver.resolve_job import FROM_WORDS
 
 TINY = load_job("tiny")
@@ -81,12 +83,35 @@ def test_status(asked: Callable[[str, Any], Asked]) -> None:
 
 
 def test_logs(asked: Callable[[str, Any], Asked]) -> None:
-    read = asked(f"{DRIVER}.run_logs.log_lines", [("12", "one"), ("7", "two")])
-    assert out("logs", "night") == "12: one\n7: two\n"
-    assert out("logs", "night", "--follow", "--json") == (
-        '{"pid": 12, "line": "one"}\n{"pid": 7, "line": "two"}\n'
-    )
-    assert read.calls == [("night", False), ("night", True)]
+    entry = {"run": "night", "seq": 1, "time": "2026-11-26T10:00:00.000Z", "level": "stderr"}
+    entry |= {"generation": "1.2", "rank": 3, "step": 17, "logger": None, "node": "abcdef0123"}
+    entry |= {"worker": "w1-4", "pid": 12, "text": "one"}
+    read = asked(f"{DRIVER}.run_logs.log_lines", [entry])
+    shown = "2026-11-26 10:00:00.000 STDERR   1.2 rank 3 step 17 w1-4 abcdef01: one\n"
+    assert out("logs", "night") == shown
+    found = out("logs", "night", "-f", "--once", "--rank", "3", "--level", "error", "--json")
+    assert json.loads(found) == entry
+    assert read.calls == [
+        ("night", Query(), False, False),
+        ("night", Query(rank=3, level="error"), True, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--rank", "-1"), "--rank: saw -1, expected the number of a worker"),
+        (("--since", "yesterday"), "--since: saw 'yesterday', expected a time ago such as 90s"),
+        (("--level", "loud"), "--level: saw 'loud', expected one of debug, info, stdout"),
+        (("--grep", "(a"), "--grep: saw .*, expected a pattern of RE2: .*missing"),
+        (("--grep", "(?=a)"), "--grep: .*RE2: .*invalid perl operator"),
+    ],
+)
+def test_bad_filters_of_logs_are_one_line(words: tuple[str, ...], told: str) -> None:
+    result = CliRunner().invoke(cli.app, ["logs", "night", *words])
+    assert result.exit_code == 2
+    assert re.match(f"error: {told}", result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_stop(asked: Callable[[str, Any], Asked]) -> None:
@@ -235,10 +260,10 @@ def test_schema_and_resume_rules() -> None:
 
 
 def test_catalogue_of_metrics() -> None:
-    lines = out("dashboard").splitlines()
+    lines = out("metrics").splitlines()
     assert lines[0].split() == ["metric", "kind", "labels", "of", "means"]
     assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
-    rows = json.loads(out("dashboard", "--json"))
+    rows = json.loads(out("metrics", "--json"))
     first = next(iter(CATALOGUE.values()))
     assert rows[0] == {
         "metric": first.name,
@@ -248,9 +273,15 @@ def test_catalogue_of_metrics() -> None:
         "means": first.help,
     }
     assert len(rows) == len(CATALOGUE)
-    made = out("dashboard", "--grafana")
-    assert json.loads(made) == json.loads(out("dashboard", "--grafana", "--json")) == dashboard()
+    made = out("metrics", "--grafana")
+    assert json.loads(made) == json.loads(out("metrics", "--grafana", "--json")) == dashboard()
     assert made.startswith("{\n")
+
+
+def test_what_the_dashboard_printed_before_it_was_a_page() -> None:
+    assert out("dashboard", "--grafana") == out("metrics", "--grafana")
+    assert out("dashboard") == out("metrics")
+    assert "picotron-ray metrics --grafana" in CliRunner().invoke(cli.app, ["dashboard", "--grafana"]).stderr
 
 
 def test_train_ends_with_the_drivers_code(asked: Callable[[str, Any], Asked]) -> None:

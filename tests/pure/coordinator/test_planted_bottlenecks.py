@@ -143,7 +143,10 @@ PLANTED: dict[str, Plant] = {
     ),
     "bubble": Plant(Machine(), {**STAGES, "layout__micro_batch": 8}),
     "compute": Plant(Machine(), {**REPLICAS, "layout__micro_batch": 8, "layout__recompute": "full"}),
-    "idle": Plant(Machine(device_bytes=10**12), {**REPLICAS, **SMALL, "layout__micro_batch": 1}),
+    "idle": Plant(
+        Machine(replace(CPU, kernel_s=1e-4), device_bytes=10**12),
+        {**REPLICAS, **SMALL, "layout__micro_batch": 1},
+    ),
 }
 
 

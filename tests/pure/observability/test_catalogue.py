@@ -18,11 +18,14 @@ from picotron_ray.observability.metric import Metric, bucket_of, series_of
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "dashboards"
 UNITS = {
-    "1", "adaptations", "bytes", "celsius", "commits", "errors", "events", "failures", "generations", "nats",
-    "operations", "ratio", "seconds", "snapshots", "steps", "tokens", "tokens_per_second", "watts", "workers",
+    "1", "adaptations", "bytes", "bytes_per_second", "celsius", "commits", "errors", "events", "failures",
+    "generations", "hertz", "lines", "nats", "operations", "ratio", "seconds", "snapshots", "steps", "tokens",
+    "tokens_per_second", "watts", "workers",
 }  # fmt: skip
 TABLES = {
-    "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE", "GPU"),
+    "picotron_ray.observability.agent_metrics": ("WORKER", "MEMORY", "NODE"),
+    "picotron_ray.observability.step_metrics": ("STEPS",),
+    "picotron_ray.observability.machine_metrics": ("GPU", "HOST"),
     "picotron_ray.observability.coordinator_metrics": ("TRAINING", "ELASTIC", "CHECKPOINT"),
 }
 
@@ -116,15 +119,15 @@ def test_its_variables_ask_for_metrics_that_there_are() -> None:
 
 def test_the_command_line_prints_both() -> None:
     runner = CliRunner()
-    rows = json.loads(runner.invoke(app, ["dashboard", "--json"]).output)
+    rows = json.loads(runner.invoke(app, ["metrics", "--json"]).output)
     assert [(row["metric"], tuple(row["labels"])) for row in rows] == [
         (metric.name, metric.all_labels) for metric in CATALOGUE.values()
     ]
-    assert json.loads(runner.invoke(app, ["dashboard", "--grafana"]).output) == dashboard()
+    assert json.loads(runner.invoke(app, ["metrics", "--grafana"]).output) == dashboard()
 
 
 def test_the_copy_for_kubernetes_is_up_to_date() -> None:
-    """`picotron-ray dashboard --grafana > deploy/dashboards/picotron.json` makes it again."""
+    """`picotron-ray metrics --grafana > deploy/dashboards/picotron.json` makes it again."""
     assert json.loads((DEPLOY / "picotron.json").read_text()) == dashboard()
     (generator,) = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["configMapGenerator"]
     assert generator["files"] == ["picotron.json"]

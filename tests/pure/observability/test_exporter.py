@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from picotron_ray.config.schema.service import ElasticConfig, MetricsConfig
+from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.errors import ConfigError
@@ -31,10 +32,13 @@ from picotron_ray.observability.exporter import (
     SampleCollector,
     address,
 )
+from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.ports import check_ports, port_taken
+from picotron_ray.planner.model_sizes import flops_per_token
 from picotron_ray.runtime.coordinator.metrics import CoordinatorFigures, essentials
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.node_agent.machine import NodeMachine
 from picotron_ray.runtime.node_agent.metrics import AgentFigures
 from picotron_ray.runtime.telemetry_page import MemoryFigures, StepRow, TelemetryPage
 from picotron_ray.runtime.telemetry_window import WARM_UP, Window
@@ -91,6 +95,28 @@ def told_record(folder: Path) -> RunRecord:
     return history
 
 
+TELEMETRY: dict[str, Any] = {
+    "step_s": {"mean": 2.0},
+    "phase_s": {
+        phase: {"mean": mean, "max": 1.0, "min": 0.0, "std": 0.1}
+        for phase, mean in zip(STEP_PHASES, (0.2, 0.4, 0.6, 0.0, 0.5, 0.3, 0.0, 0.0, 0.0), strict=True)
+    },
+    "sent_bytes": {"dp": 64.0},
+    "utilization": 0.5,
+    "waits_seen": True,
+    "slow_ranks": [{"rank": 3, "ratio": 1.5}],
+    "links": {"dp": {"latency_s": 1e-4, "bandwidth_bytes_per_s": 2e9, "efficiency_ratio": 0.5}},
+}
+
+
+def agent_figures(folder: Path) -> AgentFigures:
+    """Figures of a node with a host that is this one, and no GPU."""
+    logs: Any = SimpleNamespace(lines=12, lost=3)
+    machine = NodeMachine(Gpus(), {"state": folder})
+    time.sleep(0.1)  # the shares of the host's time are since its reader was made
+    return AgentFigures(folder, lambda: living(folder), SERVICE, machine, logs)
+
+
 def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]]) -> dict[str, Any]:
     """Sample values by name and own labels, after a trip through the text format."""
     registry = CollectorRegistry(auto_describe=False)
@@ -108,7 +134,10 @@ def exposed(server: Any, labels: dict[str, str], read: Callable[[], list[Sample]
 
 def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, page: Page) -> None:
     del page
-    figures = CoordinatorFigures(told_record(tmp_path), lambda: MachineState.RUNNING)
+    record = told_record(tmp_path)
+    record.telemetry = TELEMETRY
+    rated = job(telemetry={"peak_tflops": 1e-6})
+    figures = CoordinatorFigures(rated, record, lambda: MachineState.RUNNING)
     assert {sample.name for sample in figures()} == {
         name for name, metric in CATALOGUE.items() if metric.server == "coordinator"
     }
@@ -136,26 +165,50 @@ def test_the_coordinator_measures_all_that_the_catalogue_says(tmp_path: Path, pa
     assert {name: values[name] for name in expected} == expected
     assert values["picotron_elastic_recovery_seconds_sum"] == pytest.approx(1.0, abs=1e-3)
     assert values["picotron_checkpoint_age_seconds"] == pytest.approx(2.0, abs=1.0)
+    steps = {
+        "picotron_training_communication_ratio": 0.4,
+        "picotron_training_data_wait_ratio": 0.1,
+        "picotron_training_utilization_ratio": 0.5,
+        "picotron_training_straggler_ratio": 1.5,
+        "picotron_training_sent_bytes dp": 64.0,
+        "picotron_training_phase_seconds backward mean": 0.6,
+        "picotron_training_link_latency_seconds dp": 1e-4,
+        "picotron_training_link_bandwidth_bytes_per_second dp": 2e9,
+        "picotron_training_link_efficiency_ratio dp": 0.5,
+        "picotron_training_lost_seconds recompute": 0.25,
+        "picotron_training_lost_seconds checkpoint": 0.0,
+        "picotron_checkpoint_durability_lag_steps": 0.0,
+    }
+    assert {name: values[name] for name in steps} == pytest.approx(steps)
+    status = record.status(0)
+    flops = flops_per_token(rated.model, rated.data.sequence_length)
+    share = values["picotron_training_mfu_ratio telemetry.peak_tflops"]
+    assert share == pytest.approx(status["tokens_per_s"] * flops / 1e6)
 
 
 def test_what_is_not_known_yet_has_no_series() -> None:
-    values = exposed("coordinator", RUN, CoordinatorFigures(RunRecord(job()), lambda: MachineState.STARTING))
+    values = exposed(
+        "coordinator", RUN, CoordinatorFigures(job(), RunRecord(job()), lambda: MachineState.STARTING)
+    )
     assert "picotron_training_loss_nats" not in values
     assert "picotron_checkpoint_age_seconds" not in values
+    assert not [name for name in values if name.startswith("picotron_training_mfu")], "no peak is known"
     assert values["picotron_elastic_workers"] == 0
 
 
 def test_ray_is_given_the_plain_figures(tmp_path: Path, page: Page) -> None:
     del page
-    given = essentials(CoordinatorFigures(told_record(tmp_path), lambda: MachineState.RUNNING)())
+    given = essentials(CoordinatorFigures(job(), told_record(tmp_path), lambda: MachineState.RUNNING)())
     assert given.keys() == {name for name, metric in CATALOGUE.items() if metric.in_ray}
 
 
 def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     (tmp_path / "a.0.slot").write_bytes(bytes(300))
-    figures = AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE)
+    figures = agent_figures(tmp_path)
     wanted = {name for name, metric in CATALOGUE.items() if metric.server == "agent"}
-    communication = {name for name in wanted if "communication" in name}
+    communication = {
+        name for name in wanted if "communication_predicted" in name or "communication_measured" in name
+    }
     assert len(communication) == 2
     assert communication.isdisjoint(sample.name for sample in figures()), "nobody measured it yet"
     page.communication({"experts": (0.5, 0.25)})
@@ -165,6 +218,7 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
     assert values["picotron_node_slot_bytes"] == 300
     assert values["picotron_node_workers"] == 1
     assert values["picotron_node_served_snapshot_bytes_total"] == 77
+    assert values["picotron_node_log_lost_lines_total"] == 3
     assert values["picotron_worker_resident_bytes a"] > 1e6
     assert values["picotron_worker_snapshot_wait_seconds_total a"] == 0.125
     assert values["picotron_worker_memory_mode a"] == 2
@@ -178,18 +232,20 @@ def test_an_agent_measures_all_but_gpus(tmp_path: Path, page: Page) -> None:
 
 def test_an_agent_serves_windows_over_the_last_steps(tmp_path: Path, page: Page) -> None:
     del page
-    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE))
+    values = exposed("agent", NODE, agent_figures(tmp_path))
     window = {key: values[f"picotron_worker_phase_seconds backward {key} a"] for key in Window._fields}
     assert window == pytest.approx({"mean": 3.7, "max": 4.2, "min": 3.2, "std": 0.5})
     assert values["picotron_worker_bubble_ratio a"] == pytest.approx(0.3 / 4.1)
     assert (values["picotron_worker_sent_bytes dp a"], values["picotron_worker_sent_bytes pp a"]) == (4, 2)
     assert values["picotron_worker_peak_bytes a"] == 700
+    assert values["picotron_worker_fragmentation_ratio a"] == pytest.approx(1 - 8 / 995)
+    assert values["picotron_worker_utilization_ratio a"] == pytest.approx(3.8 / 4.1)
     assert values["picotron_worker_largest_free_bytes a"] == 8
 
 
 def test_steps_are_counted_each_with_their_exact_time(tmp_path: Path, page: Page) -> None:
     del page
-    values = exposed("agent", NODE, AgentFigures(tmp_path, lambda: living(tmp_path), SERVICE))
+    values = exposed("agent", NODE, agent_figures(tmp_path))
     name = "picotron_worker_step_seconds"
     assert values[f"{name}_sum a"] == 0.25 + 0.015 + 130.0 + 0.25
     assert values[f"{name}_count a"] == 4

@@ -14,10 +14,10 @@ from typing import Any, get_args
 import pytest
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
-from picotron_ray.config.schema.service import FAULT_TARGETS, ChaosFault, FaultName
+from picotron_ray.config.schema.chaos import FAULT_TARGETS, ChaosFault, FaultName
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
-from picotron_ray.runtime.chaos.faults import FAULTS, NodeFault, ProcessFault, SpeedFault
+from picotron_ray.runtime.chaos.faults import FAULTS, LastingFault, NodeFault, ProcessFault
 from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 
 
@@ -67,7 +67,7 @@ def test_a_worker_is_struck_at_its_rank_step_and_phase(tmp_path: Path, struck: l
 def test_a_slow_worker_is_told_how_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
 
-    class NotedSlow(SpeedFault, name="noted slow"):
+    class NotedSlow(LastingFault, name="noted slow"):
         def strike(self, row_s: float) -> None:
             told.append(row_s)
 

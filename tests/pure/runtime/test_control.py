@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver import control, driver, follow_run, run_logs
 from picotron_ray.runtime.driver.follow_run import StoppedEarlyError
 from picotron_ray.runtime.driver.resolve_job import ResolvedJob
@@ -395,7 +396,7 @@ def test_a_word_that_can_be_no_runs_name_is_refused(run: str, monkeypatch: pytes
         lambda: control.stop(run, now=True, console=console),
         lambda: control.stop(run, now=False, console=console, discard=True),
         lambda: control.checkpoint_now(run, 1.0),
-        lambda: list(run_logs.log_lines(run)),
+        lambda: list(run_logs.log_lines(run, Query())),
     ):
         with pytest.raises(control.ConfigError, match=r"^run: saw .*, expected the name of a run") as refused:
             ask()

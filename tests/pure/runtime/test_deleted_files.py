@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver import run_logs
 from picotron_ray.runtime.ray_cluster import connect, local_ray, supervisor
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
@@ -30,10 +31,10 @@ def test_a_ray_without_its_files_is_not_asked(tmp_path: Path, monkeypatch: pytes
 def test_logs_that_were_deleted_are_not_another_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_ray, "log_folder", lambda run: tmp_path / "logs")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(local_ray, "find", lambda run: SimpleNamespace(running=True))
-    with pytest.raises(ConfigError, match=r"were deleted, though its Ray still runs$"):
-        list(run_logs.log_lines("night"))
+    with pytest.raises(ConfigError, match=r"were deleted, or not written yet, though its Ray runs$"):
+        list(run_logs.log_lines("night", Query()))
 
 
 def test_the_record_of_a_ray_that_runs_is_written_again(

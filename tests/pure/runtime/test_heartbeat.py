@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.runtime import heartbeat
 from picotron_ray.runtime.heartbeat import (
     Page,
@@ -53,6 +53,7 @@ def test_a_fresh_page_says_that_there_is_nothing_yet(tmp_path, elastic, monkeypa
     absent = dict.fromkeys(("clean", "sealed", "pinned", "complete", "eval_step", "skipped_step"), -1)
     absent |= {"cuda_allocated_bytes": -1, "cuda_reserved_bytes": -1, "memory_peak_bytes": -1}
     absent |= {"memory_bytes": (-1,) * 5, "communication_s": ((0.0, 0.0),) * 4}
+    absent |= {"spent_s": (0.0,) * len(PHASES)}
     known = {"worker": "w1", "pid": os.getpid(), "start_ticks": process_start_ticks(os.getpid())}
     known |= {"phase": "idle", "phase_since_s": 12.5, "phase_limit_s": 1e9, "step_counts": (0,) * 14}
     assert seen == {**dict.fromkeys(seen, 0), **absent, **known}
@@ -263,7 +264,7 @@ def test_a_page_that_has_no_room_is_an_error_and_no_sigbus(tmp_path):
     said = run_on_small_disk(
         tmp_path,
         """
-from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.config.schema.service import PHASES, ElasticConfig
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.runtime.heartbeat import Page
 others = fill(folder)
@@ -294,3 +295,30 @@ def test_whoever_is_out_of_open_files_takes_no_worker_for_dead(tmp_path, elastic
             read_page(tmp_path / "w.page")
     assert read_page(tmp_path / "none.page") is None
     assert process_alive(me.pid, me.start_ticks)
+
+
+def test_seconds_of_phases_add_up_to_the_generations(tmp_path, elastic, monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(monotonic=lambda: now.s, time=lambda: 1e9 + now.s)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    page = Page(tmp_path / "w1.page", elastic)
+    now.s += 50.0  # idle, before the generation
+    page.begin(term=1, n=1, rank=0, step=0)
+    for phase, seconds in (("rendezvous", 1.0), ("build", 2.0), ("forward", 0.5), ("backward", 1.5)):
+        page.phase(phase)
+        if phase == "build":
+            now.s += 1.0
+            page.moved()
+            now.s -= 1.0
+        now.s += seconds
+    page.phase("forward")
+    page.count_step(2.0)
+    now.s += 0.25
+    told = read_page(tmp_path / "w1.page").figures()
+    assert told["step_at_s"] == 1e9 + 155.0
+    assert told["spent_s"] == pytest.approx(
+        {"rendezvous": 1.0, "build": 2.0, "forward": 0.75, "backward": 1.5}
+    )
+    page.begin(term=1, n=2, rank=1, step=0)
+    assert "spent_s" not in read_page(tmp_path / "w1.page").figures()
+    assert set(read_page(tmp_path / "w1.page").spent_s) == {0.0}

@@ -247,8 +247,8 @@ def test_bad_steps_in_a_row_are_told_with_their_number_and_not_line_by_line(run:
 
 
 def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    package = logging.getLogger("picotron_ray")
-    before = (package.level, list(package.handlers))
+    package, root = logging.getLogger("picotron_ray"), logging.getLogger()
+    before = (package.level, list(root.handlers))
     try:
         process_log.begin()
         process_log.begin()  # a worker's and a coordinator's class may share a process in tests
@@ -256,9 +256,13 @@ def test_events_go_to_the_log_of_the_process_too(run: Run, capsys: pytest.Captur
         run.record.note("info", "commit", "step 5 committed")
     finally:
         package.setLevel(before[0])
-        package.handlers[:] = before[1]
+        root.handlers[:] = before[1]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["WARNING it is full", "INFO step 5 committed"]
+    logger = "picotron_ray.runtime.coordinator.run_record"
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        f"WARNING {logger} [] it is full",
+        f"INFO {logger} [] step 5 committed",
+    ]
 
 
 def test_a_held_out_loss_of_steps_that_were_given_up_is_shown_no_more(run: Run) -> None:
@@ -828,3 +832,40 @@ def test_what_was_lost_for_good_is_so_for_the_launch_that_lost_it(run: Run) -> N
     later = RunRecord(job())
     later.recall(older, [], "another")
     assert later.deaths == 0
+
+
+def test_the_status_says_where_the_runs_time_went(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.generation(1, "ab", 0, 2.0, "init")
+    page = {"worker": "a", "rank": 0, "term": 1, "n": 1, "step": 7, "phase": "forward", "tokens": 0}
+    page |= {"eval_step": -1, "eval_loss": math.nan, "baseline_loss": 0.0, "skipped_step": -1}
+    page |= {"step_time_s": 1.0, "first_step_at_s": 0.0, "step_at_s": BEGAN + 10.0}
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 10.0)
+    run.record.figures("node", [{**page, "spent_s": {"build": 1.0, "forward": 7.0}}])
+    run.tell(12.0, m.WorkerExited("b", "process died"), run.outcome("a", 7))
+    run.generation(2, "a", 7, 13.0)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 14.0)
+    status = run.record.status(0)
+    seconds = {cause: s for cause, s in status["seconds"].items() if s}
+    assert seconds == {"start": 3.0, "steps": 7.0, "detect": 2.0, "decide": 1.0, "rebuild": 1.0}
+    assert (status["wall_s"], status["goodput"]) == (14.0, 0.5)
+    (failure,) = status["failures"]
+    assert (failure["detect_s"], failure["decide_s"], failure["recompute_s"]) == (2.0, 1.0, 0.0)
+    later = RunRecord(job())
+    later.recall(json.loads(json.dumps(run.record.memo())), [])
+    assert later.status(0)["seconds"] == status["seconds"]
+    summary = run.record.summary(m.Finish("finished"))
+    assert summary["seconds"] == status["seconds"]
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_s"])
+
+
+def test_a_record_of_an_earlier_version_has_its_time_as_unknown(run: Run) -> None:
+    run.generation(1, "ab", 0, 2.0, "init")
+    run.tell(3.0, m.WorkerExited("a", "process died"))
+    memo = json.loads(json.dumps(run.record.memo()))
+    del memo["facts"]["account"]
+    memo["wall_s"] = 40.0
+    later = RunRecord(job())
+    later.recall(memo, [])
+    status = later.status(0)
+    assert status["seconds"]["unknown"] == pytest.approx(40.0)
+    assert status["failures"][0]["detect_s"] == 0.0

@@ -14,8 +14,9 @@ from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, encode
 from picotron_ray.layout.layout import Coordinates, Layout
+from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.run_record import RunRecord
-from picotron_ray.runtime.coordinator.telemetry import Round, RunTelemetry
+from picotron_ray.runtime.coordinator.telemetry import MOST_SHOWN, Round, RunTelemetry
 from picotron_ray.runtime.driver.console import telemetry_lines
 from picotron_ray.runtime.telemetry_page import MemoryFigures
 from picotron_ray.runtime.telemetry_window import SERIES, Window, WorkerFigures, window_of
@@ -156,3 +157,42 @@ def test_the_spread_of_many_ranks_is_exact() -> None:
     for rank, each in enumerate(values):
         round_.add(worker(rank, Layout(dp=3), series=(window_of(each),) * len(SERIES)))
     assert round_._series[0].window == pytest.approx(window_of([v for each in values for v in each]))
+
+
+def test_each_round_gives_a_window_to_whoever_listens(run: RunTelemetry, record: RunRecord) -> None:
+    heard: list[TelemetryWindow] = []
+    run.listeners.append(heard.append)
+    for _ in range(2):
+        run.take(spec(), [worker(rank) for rank in range(8)], 0.0)
+        list(run.due(spec(), 1.0))
+    figures = heard[0].figures
+    assert (heard[0].generation, figures["step"], figures["step_s"]) == ("3.1", 207, 4.5)
+    assert (figures["straggler_ratio"], heard[0].slowest[0].rank) == (pytest.approx(8 / 4.5), 7)
+    assert run.newest is not None
+    assert (run.newest[0].values[5, 0], run.newest[1]) == (6.0, "3.1")
+    status = record.status(0)
+    assert status["windows"]["step_s"]["samples"] == 2
+    assert [row["rank"] for row in status["telemetry"]["slow_ranks"]] == list(range(7, -1, -1))
+    assert json.loads(json.dumps(status["telemetry"])) == status["telemetry"]
+
+
+def page(step: int, loss: float, rank: int = 0) -> dict[str, Any]:
+    figures = {"loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "step_time_s": 0.5}
+    return {"term": 3, "n": 1, "rank": rank, "step": step, **figures}
+
+
+def test_a_step_is_sampled_once_however_many_heartbeats_show_it(run: RunTelemetry, record: RunRecord) -> None:
+    for step, loss in ((4, 3.0), (4, 3.0), (5, 2.0)):
+        run.take(spec(), [], 0.0, [page(step, loss), page(step + 9, 9.0, rank=1)])
+    run.take(spec(n=2), [], 0.0, [page(6, 9.0)])
+    found = record.status(0)["windows"]["loss"]
+    assert (found["mean"], found["samples"]) == (2.5, 2)
+
+
+def test_what_a_round_shows_does_not_grow_with_the_ranks(run: RunTelemetry, record: RunRecord) -> None:
+    layout = Layout(dp=4096)
+    run.take(spec(layout), [worker(rank, layout) for rank in range(4096)], 0.0)
+    list(run.due(spec(layout), 1.0))
+    told = record.status(0)["telemetry"]
+    assert len(told["slow_ranks"]) == MOST_SHOWN
+    assert told["slow_ranks"][0]["rank"] == 4095

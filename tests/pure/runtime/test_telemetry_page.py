@@ -39,6 +39,7 @@ ROW = StepRow(
     rows=4,
     micro_batches=2,
     memory=MemoryFigures(1, 2, 3, 4, 5),
+    links=(1e-4, 0.0, 2e-4, 0.0, 0.0, 1e9, 0.0, 2e9, 0.0, 0.0),
 )
 
 

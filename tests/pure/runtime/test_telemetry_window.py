@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def page(tmp_path: Path) -> TelemetryPage:
     return page
 
 
+class FakeMachine:
+    """Stands in for a node's machine."""
+
+    def __init__(self, utilizations: Callable[[], dict[str, float]] = dict) -> None:
+        self.utilizations = utilizations
+
+    def health(self) -> dict[str, float]:
+        return {"host_cpu_ratio": 0.5, "xid_errors_total": 2.0}
+
+
 def beat(**given: Any) -> list[dict[str, Any]]:
     return [{"worker": "w1", "pid": os.getpid(), "term": ROW.term, "n": ROW.n} | given, {"worker": "w2"}]
 
@@ -98,17 +109,25 @@ def told(found: list[dict[str, Any]]) -> list[WorkerFigures]:
 
 
 def test_figures_come_along_once_per_interval(tmp_path: Path, page: TelemetryPage) -> None:
-    agent = Telemetry(tmp_path, 10.0, dict)
+    agent = Telemetry(tmp_path, 10.0, FakeMachine())
     due = [now for now in range(100, 141) if told(agent.added(beat(), float(now)))]
     assert due == [110, 120, 130, 140]
     assert beat()[0].keys() == agent.added(beat(), 141.0)[0].keys()
+
+
+def test_one_worker_of_a_node_carries_its_machines_health(tmp_path: Path, page: TelemetryPage) -> None:
+    agent = Telemetry(tmp_path, 1.0, FakeMachine())
+    agent.added(beat(), 0.0)
+    (one,) = told(agent.added(beat(), 1.0))
+    assert one.health == {"host_cpu_ratio": 0.5, "xid_errors_total": 2.0}
+    assert agent._with_health([{"worker": "w2"}]) == [{"worker": "w2"}]
 
 
 def test_a_null_interval_reads_nothing(tmp_path: Path, page: TelemetryPage) -> None:
     def never() -> dict[str, float]:
         raise AssertionError("asked")
 
-    agent = Telemetry(tmp_path, None, never)
+    agent = Telemetry(tmp_path, None, FakeMachine(never))
     assert [told(agent.added(beat(), now)) for now in (0.0, 1e9)] == [[], []]
 
 
@@ -116,14 +135,14 @@ def test_a_null_interval_reads_nothing(tmp_path: Path, page: TelemetryPage) -> N
 def test_a_page_of_another_process_or_generation_is_not_sent(
     tmp_path: Path, page: TelemetryPage, other: dict[str, Any]
 ) -> None:
-    agent = Telemetry(tmp_path, 1.0, dict)
+    agent = Telemetry(tmp_path, 1.0, FakeMachine())
     agent.added(beat(), 0.0)
     assert told(agent.added(beat(**other), 1.0)) == []
 
 
 def test_utilization_is_that_of_the_workers_own_gpu(tmp_path: Path, page: TelemetryPage) -> None:
     shares = iter([0.2, 0.4, 0.9])
-    agent = Telemetry(tmp_path, 3.0, lambda: {"GPU-0": 0.0, "GPU-1": next(shares)})
+    agent = Telemetry(tmp_path, 3.0, FakeMachine(lambda: {"GPU-0": 0.0, "GPU-1": next(shares)}))
     found = [one for now in (0.0, 1.0, 3.0) for one in told(agent.added(beat(), now))]
     assert [one.utilization for one in found] == [pytest.approx(0.5)]
 
@@ -134,6 +153,6 @@ def test_an_error_costs_no_heartbeat(
     def broken() -> dict[str, float]:
         raise RuntimeError("driver")
 
-    agent = Telemetry(tmp_path, 1.0, broken)
+    agent = Telemetry(tmp_path, 1.0, FakeMachine(broken))
     assert agent.added(beat(), 5.0) == beat()
     assert "driver" in caplog.text

@@ -119,7 +119,7 @@ def metrics() -> Iterator[str]:
 
 def label_values() -> Iterator[str]:
     """``metric{label="value"}`` of what the coordinator serves before anything has happened."""
-    figures = CoordinatorFigures(RunRecord(JobConfig()), lambda: next(iter(MachineState)))
+    figures = CoordinatorFigures(JobConfig(), RunRecord(JobConfig()), lambda: next(iter(MachineState)))
     for sample in figures():
         yield from (f'{sample.name}{{{label}="{value}"}}' for label, value in sample.labels.items())
 

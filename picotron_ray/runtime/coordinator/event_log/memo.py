@@ -12,6 +12,7 @@ from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.codec import decode, decode_spec, plain
 from picotron_ray.coordinator.replay import heard
 from picotron_ray.failures import FailureKind
+from picotron_ray.observability.goodput import GoodputAccount
 from picotron_ray.runtime.coordinator.adaptation_record import AdaptationRecord
 from picotron_ray.runtime.coordinator.event_log.files import LoggedLine
 from picotron_ray.runtime.coordinator.records import (
@@ -23,6 +24,8 @@ from picotron_ray.runtime.coordinator.records import (
 )
 
 _OF_A_GENERATION = ("layout", "start_step", "end_step", "source", "reason", "workers", "members_digest")
+_LATER = ("predicted_s", "measured_s", "at_s")
+"""Figures of a generation that records of earlier versions do not have."""
 _AS_THEY_ARE = ("submissions", "checkpoints", "tokens", "committed_at_s", "skipped_step")
 
 
@@ -38,6 +41,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "baseline_loss": facts.baseline_loss,
         "strikes": plain(facts.strikes),
         "adaptation": facts.adaptation.plain(),
+        "account": facts.account.plain(),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
         "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
@@ -48,7 +52,7 @@ def _plain_generation(record: GenerationRecord) -> dict[str, Any]:
     """Return a generation; of its members each node's name stands here once."""
     found = {name: getattr(record, name) for name in _OF_A_GENERATION}
     found |= {"term": record.id.term, "n": record.id.n, "settings": plain(record.settings)}
-    found |= {"predicted_s": record.predicted_s, "measured_s": record.measured_s}
+    found |= {name: getattr(record, name) for name in _LATER}
     members = record.members
     if members is not None:
         nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
@@ -68,13 +72,17 @@ def _read_generation(data: dict[str, Any]) -> GenerationRecord:
         members = tuple(m.Member(name, data["nodes"][at]) for name, at in pairs)
     fields = {name: data[name] for name in _OF_A_GENERATION}
     fields["settings"] = tuple((key, text) for key, text in data.get("settings", ()))
-    fields |= {name: data.get(name, 0.0) for name in ("predicted_s", "measured_s")}
+    fields |= {name: data.get(name, 0.0) for name in _LATER}
     of = m.GenerationId(data["term"], data["n"])
     return GenerationRecord(id=of, members=members, involved=involved_in(members or ()), **fields)
 
 
-def read_facts(data: dict[str, Any]) -> Facts:
-    """Read the facts of ``plain_facts``; ValueError, KeyError or TypeError where they are of another form."""
+def read_facts(data: dict[str, Any], began_s: float = 0.0, wall_s: float = 0.0) -> Facts:
+    """Read the facts of ``plain_facts``; ValueError, KeyError or TypeError where they are of another form.
+
+    Args:
+        began_s, wall_s: begin of the run and its time until then, of which an older record has no account.
+    """
     facts = Facts(**{name: data[name] for name in _AS_THEY_ARE})
     facts.events = deque(data["events"], maxlen=EVENTS_KEPT)
     facts.step_times.extend(data["step_times"])
@@ -91,6 +99,9 @@ def read_facts(data: dict[str, Any]) -> Facts:
         if at is not None and not entry.get("struck"):
             entry["struck"] = str(facts.generations[at].id)
         facts.failures.append(FailureRecord(**{**entry, "kind": FailureKind(entry["kind"])}))
+    facts.account = GoodputAccount.unseen(began_s, began_s + wall_s, len(facts.failures))
+    if "account" in data:
+        facts.account = GoodputAccount.read(data["account"])
     return facts
 
 

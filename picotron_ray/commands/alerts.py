@@ -1,0 +1,69 @@
+"""``picotron-ray alerts``: what is wrong with a run that goes on, and what is not to be told."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from picotron_ray.commands.output import emit
+from picotron_ray.launch import AsJson, reported
+
+alerts = typer.Typer(no_args_is_help=True, help="Findings of the rules over a run's telemetry.")
+Run = Annotated[str, typer.Argument(help="name of a run")]
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+LONGEST_S = 365 * 86_400.0
+
+
+@alerts.command("ls")
+def ls(
+    run: Run,
+    every: Annotated[bool, typer.Option("--all", help="also what is over")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what fires now: rule, severity, where, since when, evidence, and what to do next.
+
+    Example: picotron-ray alerts ls quickstart --all
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver.run_alerts import alert_lines, alerts_of
+
+        found = alerts_of(run)
+        emit(found) if as_json else print("\n".join(alert_lines(found, every)))
+
+
+@alerts.command("silence")
+def silence(
+    run: Run,
+    rule: Annotated[str, typer.Argument(help="name of a rule, or * for all")],
+    span: Annotated[str, typer.Option("--for", help="how long: 90s, 30m, 2h, 1d")] = "1h",
+    why: Annotated[str, typer.Option(help="why, for whoever looks")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Silence a rule for a while: its findings are noted, and neither told nor acted on.
+
+    Example: picotron-ray alerts silence quickstart straggler --for 2h --why "node 3 is known to be slow"
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver.run_alerts import silence as silenced
+
+        seconds = seconds_of(span)
+        silenced(run, rule, seconds, why)
+        told = {"run": run, "rule": rule, "seconds": seconds}
+        emit(told) if as_json else print(f"run {run}: rule {rule} is silenced for {span}")
+
+
+def seconds_of(span: str) -> float:
+    """Return the seconds of a span in words.
+
+    >>> seconds_of("90s"), seconds_of("2h")
+    (90.0, 7200.0)
+    """
+    from picotron_ray.errors import ConfigError
+
+    found = re.fullmatch(r"(\d{1,9})([smhd])", span)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"--for: saw {span!r}, expected up to a year, such as 90s, 30m, 2h or 1d")
+    return seconds

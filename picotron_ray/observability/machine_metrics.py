@@ -1,0 +1,167 @@
+"""Metrics that every node's agent serves of its machine: the GPUs and the host."""
+
+from __future__ import annotations
+
+from picotron_ray.observability.metric import Metric
+
+_GPU = ("gpu",)
+
+GPU = (
+    Metric(
+        "picotron_gpu_utilization_ratio",
+        "gauge",
+        "ratio",
+        "Share of the last sampling period in which a kernel ran.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_memory_utilization_ratio",
+        "gauge",
+        "ratio",
+        "Share of the last sampling period in which the GPU's memory was read or written.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_memory_used_bytes",
+        "gauge",
+        "bytes",
+        "Memory in use by all processes.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_memory_size_bytes",
+        "gauge",
+        "bytes",
+        "Memory of the GPU.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_temperature_celsius",
+        "gauge",
+        "celsius",
+        "Temperature of the chip.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_power_watts",
+        "gauge",
+        "watts",
+        "Power drawn by the board.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_ecc_errors_total",
+        "counter",
+        "errors",
+        "Uncorrected memory errors in the life of the GPU.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_xid_errors_total",
+        "counter",
+        "errors",
+        "Critical errors that the driver told (XID) since the agent began; its log has their numbers.",
+        "agent",
+        _GPU,
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_clock_hertz",
+        "gauge",
+        "hertz",
+        "Clock of the multiprocessors (sm) and of the memory.",
+        "agent",
+        (*_GPU, "clock"),
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_throttling",
+        "gauge",
+        "1",
+        "1 while clocks are lower for this reason, else 0; sw_power_cap is usual at full load.",
+        "agent",
+        (*_GPU, "reason"),
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_nvlink_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes over all NVLinks of the GPU.",
+        "agent",
+        (*_GPU, "direction"),
+        needs_gpu=True,
+    ),
+    Metric(
+        "picotron_gpu_nvlink_errors_total",
+        "counter",
+        "errors",
+        "Errors of all NVLinks of the GPU, by kind.",
+        "agent",
+        (*_GPU, "kind"),
+        needs_gpu=True,
+    ),
+)
+
+HOST = (
+    Metric(
+        "picotron_host_cpu_ratio",
+        "gauge",
+        "ratio",
+        "Share of all cores' time in which they were at work, since the last scrape.",
+        "agent",
+    ),
+    Metric(
+        "picotron_host_memory_used_bytes",
+        "gauge",
+        "bytes",
+        "Memory of the host that is in use and cannot be had back.",
+        "agent",
+    ),
+    Metric(
+        "picotron_host_memory_size_bytes",
+        "gauge",
+        "bytes",
+        "Memory that processes may have: the host's, or their container's.",
+        "agent",
+    ),
+    Metric(
+        "picotron_host_disk_used_ratio",
+        "gauge",
+        "ratio",
+        "Share of a file system in use: where the run keeps its logs (state), its slots (snapshots), and its"
+        " storage, where that is a folder.",
+        "agent",
+        ("folder",),
+    ),
+    Metric(
+        "picotron_host_network_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes over the host's network cards.",
+        "agent",
+        ("direction",),
+    ),
+    Metric(
+        "picotron_host_io_bytes_total",
+        "counter",
+        "bytes",
+        "Bytes read from and written to the host's disks.",
+        "agent",
+        ("direction",),
+    ),
+)

@@ -1,0 +1,49 @@
+"""Sources of a page's facts: the coordinator of a run that goes on, else its storage alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from picotron_ray.errors import ConfigError, StorageError
+from picotron_ray.runtime.dashboard.live import LiveRun
+from picotron_ray.runtime.dashboard.stored import StoredRun
+from picotron_ray.runtime.driver import control, launch_mark, stored_run
+from picotron_ray.runtime.ray_cluster import connect
+
+
+def find(word: str) -> LiveRun | StoredRun:
+    """Find a run by its name, or by its address in storage.
+
+    Raises:
+        ConfigError: there is none, or a newer version wrote its storage.
+        StorageError: storage does not answer.
+    """
+    if stored_run.is_address(word):
+        name, storage = stored_run.at_address(word)
+        return StoredRun(name, storage)
+    control.refuse_no_name(word)
+    try:
+        coordinator, local = control.connect_to_run(word)
+    except (ConfigError, connect.ClusterError) as error:
+        return _stored(word, error)
+    return LiveRun(word, coordinator, local)
+
+
+def _stored(run: str, error: Exception) -> StoredRun:
+    if launch_mark.launcher(run) is not None:
+        raise error
+    storage = stored_run.of_name(run)
+    if storage is None or storage.size("run.json") is None:
+        raise error
+    return StoredRun(run, storage)
+
+
+def after(live: LiveRun) -> StoredRun | None:
+    """The same run from its storage, once its coordinator is gone; None where that does not tell."""
+    storage: Any = live.storage
+    try:
+        if storage is None:
+            storage = stored_run.of_name(live.run)
+        return None if storage is None else StoredRun(live.run, storage, live.curves)
+    except (ConfigError, StorageError):
+        return None

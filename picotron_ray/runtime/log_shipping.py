@@ -1,0 +1,139 @@
+"""Sending of log lines to storage: the newest of a node now and then, and those of a worker that died.
+
+What a node's disk has is gone with the node, and out of reach once the run is over. So its newest lines go
+to storage once a minute where there are new ones, and at the end; a dead worker's as soon as its end is
+known. A thread of its own does it, after everything else: storage that is away or full costs what would have
+been sent. Each object is replaced as a whole, and there is a fixed number of names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import zstandard
+
+from picotron_ray.checkpoint.storage.base import Storage
+from picotron_ray.errors import PicotronError
+from picotron_ray.observability.logs.store import newest_lines
+from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
+
+log = logging.getLogger(__name__)
+PREFIX = "logs/"
+SHIP_S = 60.0
+MOST_BYTES = 1 << 20
+"""Of the lines that one object holds, before they are compressed."""
+SETTLE_S = 1.5
+"""Time in which the keeper has read what a worker wrote last."""
+CLOSE_S = 2.0
+MOST_WAITING = 32
+DEAD_KEPT = 64
+
+
+def node_key(node: str) -> str:
+    """Key of a node's newest lines; there are 65,536 of them, however many nodes come and go."""
+    return f"{PREFIX}nodes/{node if node == COORDINATOR else node[:4]}.jsonl.zst"
+
+
+def dead_key(slot: int) -> str:
+    """Key of the last lines of a worker that died; ``slot`` counts round."""
+    return f"{PREFIX}dead/{slot % DEAD_KEPT:02d}.jsonl.zst"
+
+
+def free_slots(storage: Storage) -> Iterator[int]:
+    """Count through the slots of dead workers, from those never used to those used longest ago."""
+    used = {int(Path(entry.key).name[:2]): entry.mtime_s for entry in storage.list(f"{PREFIX}dead/")}
+    return itertools.cycle(sorted(range(DEAD_KEPT), key=lambda slot: (used.get(slot, 0.0), slot)))
+
+
+def stored_lines(storage: Storage) -> dict[str, list[bytes]]:
+    """Lines that storage has of a run, by key. Raises StorageError: it does not answer."""
+    found = {}
+    for entry in storage.list(PREFIX):
+        data = storage.get(entry.key)
+        try:
+            text = zstandard.ZstdDecompressor().decompress(data, max_output_size=2 * MOST_BYTES)
+        except zstandard.ZstdError as error:
+            log.warning("%s cannot be read: %s", entry.key, error)
+            continue
+        found[entry.key] = text.splitlines(keepends=True)
+    return found
+
+
+class LogShipping:
+    """Sender of one folder's lines; any thread may ask."""
+
+    def __init__(
+        self, folder: Path, key: str, storage: Callable[[], Storage], count: Callable[[], int]
+    ) -> None:
+        """
+        Args:
+            storage: opens the run's storage; called on the thread that sends.
+            count: tells how many lines there were, to see whether there are new ones.
+        """
+        self._folder, self._key, self._open, self._count = folder, key, storage, count
+        self._waiting: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST_WAITING)
+        self._sent = 0
+        self._opened: Storage | None = None
+        self.dropped = 0
+        """Sendings that were given up."""
+        self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
+
+    def begin(self) -> None:
+        """Begin the thread."""
+        self._thread.start()
+
+    def send_worker(self, worker: str, key: str) -> bool:
+        """Send a dead worker's last lines a little later; False where too many wait already."""
+        try:
+            self._waiting.put_nowait((worker, key))
+        except queue.Full:
+            self.dropped += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send what is new, for so long as the end of a run may wait; what takes longer is given up."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        due = time.monotonic() + SHIP_S
+        while True:
+            try:
+                asked = self._waiting.get(timeout=max(0.1, due - time.monotonic()))
+            except queue.Empty:
+                due = time.monotonic() + SHIP_S
+                self._send_node()
+                continue
+            if asked is None:
+                self._send_node()
+                return
+            time.sleep(SETTLE_S)
+            worker, key = asked
+            self._put(key, newest_lines(self._folder, MOST_BYTES, worker))
+
+    def _send_node(self) -> None:
+        count = self._count()
+        if count != self._sent and self._put(self._key, newest_lines(self._folder, MOST_BYTES)):
+            self._sent = count
+
+    def _put(self, key: str, lines: list[bytes]) -> bool:
+        try:
+            if self._opened is None:
+                self._opened = self._open()
+            self._opened.put(key, zstandard.ZstdCompressor().compress(b"".join(lines)))
+        except (PicotronError, OSError) as error:
+            self.dropped += 1
+            log.warning("%s is not in storage: %s", key, error)
+            return False
+        return True

@@ -1,0 +1,82 @@
+"""The command's refusals, each before anything is served."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from picotron_ray.cli import app
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.dashboard import serve
+from picotron_ray.runtime.dashboard.agent_figures import MOST_NODES, NodeScrapes, read_metrics
+from tests.support.runs.page_facts import store_run
+
+runner = CliRunner()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = runner.invoke(app, ["dashboard", "anything", "--port", str(port)])
+    assert done.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; name a free port" in done.stderr
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        serve.bind("192.0.2.1", 0)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    done = runner.invoke(app, ["dashboard", "anything", "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"].endswith("run pip install 'picotron-ray[dashboard]'")
+
+
+def test_an_unknown_run_ends_the_command() -> None:
+    done = runner.invoke(app, ["dashboard", "nobody-knows", "--port", "0"])
+    assert done.exit_code == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "http" not in done.stdout
+
+
+def test_once_prints_the_page_and_ends(tmp_path: Path) -> None:
+    store_run(tmp_path)
+    done = runner.invoke(app, ["dashboard", str(tmp_path / "told"), "--once"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["head"]["step"] == 20
+
+
+def test_the_token_is_in_the_fragment_alone() -> None:
+    page = serve.ServedPage("127.0.0.1", serve.bind("127.0.0.1", 0))
+    base, _, fragment = page.url.partition("#")
+    page.listener.close()
+    assert fragment == f"token={page.token}"
+    assert page.token not in base
+    assert page.token not in repr(page)
+
+
+def test_an_open_address_is_warned_of_and_its_name_is_known() -> None:
+    assert serve.warnings("127.0.0.1") == serve.warnings("::1") == []
+    assert "without TLS" in serve.warnings("0.0.0.0")[0]
+    with serve.bind("127.0.0.1", 0) as listener:
+        assert serve.ServedPage("10.0.0.7", listener, ["Box"]).access().hosts == {"10.0.0.7", "box"}
+
+
+def test_few_nodes_are_asked_for_their_memory() -> None:
+    figures = NodeScrapes(ask=lambda address: "")
+    figures.of({f"n{at}": f"host:{at}" for at in range(4096)} | {"coordinator": "x"}, ["n4000"])
+    assert len(figures._addresses) == MOST_NODES
+    assert figures._addresses[0] == "host:4000"
+    figures.close()
+    with pytest.raises(ValueError):
+        read_metrics(["{{{ not metrics"])

@@ -119,9 +119,9 @@ def _summary(tools: RunTools, answers: Answers, files: Mapping[int, Path], folde
         }
     about = {"run": tools.run, "generation": str(tools.spec.id), "layout": str(tools.spec.layout)}
     exact = max((one["clock_within_s"] for one in ranks.values()), default=0.0)
-    with gzip.open(folder / MERGED, "wt", 3) as target:
-        json.dump(merged(traces, {**about, "clocks_within_s": exact}), target)
-    figures, source = _figures(tools, list(ranks.values()))
+    with gzip.open(folder / MERGED, "wt", 3) as whole:
+        json.dump(merged(traces, {**about, "clocks_within_s": exact}), whole)
+    figures, judged_by = _figures(tools, list(ranks.values()))
     found = bottlenecks(figures) if figures is not None else []
     return {
         **about,
@@ -130,7 +130,7 @@ def _summary(tools: RunTools, answers: Answers, files: Mapping[int, Path], folde
         "steps": next(iter(ranks.values()))["steps"],
         "clocks_within_s": exact,
         "ranks": ranks,
-        "bottlenecks_from": source,
+        "bottlenecks_from": judged_by,
         "bottlenecks": [{"bottleneck": one.bottleneck, "text": one.text} for one in found],
     }
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from picotron_ray.config.schema.service import PHASES
-from picotron_ray.debug.condition import Condition
+from picotron_ray.debug.condition import BreakCondition
 from picotron_ray.errors import ConfigError
 
 PHASE = "phase:"
@@ -66,7 +66,7 @@ class Breakpoint:
         """
         check_place(self.place)
         if self.condition:
-            Condition(self.condition)
+            BreakCondition(self.condition)
         if not 0 < self.timeout_s <= MOST_TIMEOUT_S:
             raise ConfigError(
                 f"--timeout-s: saw {self.timeout_s:g}, expected above 0 and at most {MOST_TIMEOUT_S:g}"
@@ -113,8 +113,8 @@ def line_problem(file: str, line: int, lines: Collection[int]) -> str:
     Args:
         lines: those that functions of the file run.
 
-    >>> line_problem("a.py", 3, {2, 5})
-    'a.py:3 is run by no function; nearest line that is: 2'
+    >>> line_problem("train/loop.py", 3, {2, 5})
+    'train/loop.py:3 is run by no function; nearest line that is: 2'
     """
     if line in lines:
         return ""

@@ -16,7 +16,7 @@ Rounds = Sequence[tuple[int, int]]
 
 
 class Offset(NamedTuple):
-    """How far a clock is ahead of the first rank's, and how exact that is, in nanoseconds."""
+    """Nanoseconds by which a clock is ahead of the first rank's, and within which that is exact."""
 
     ahead_ns: float
     within_ns: float

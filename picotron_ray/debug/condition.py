@@ -40,10 +40,10 @@ _COMPARE: dict[type[ast.AST], Callable[[float, float], bool]] = {
 _FUNCTIONS: dict[str, Callable[[float], float]] = {"abs": abs, "isnan": math.isnan, "isfinite": math.isfinite}
 
 
-class Condition:
+class BreakCondition:
     """Expression over `FIGURES`.
 
-    >>> spike = Condition("loss > 9 and step % 2 == 0")
+    >>> spike = BreakCondition("loss > 9 and step % 2 == 0")
     >>> spike.holds({"loss": 9.5, "step": 4}), spike.holds({"loss": 9.5, "step": 5}), spike.holds({"step": 4})
     (True, False, False)
     """

@@ -17,40 +17,41 @@ from picotron_ray.layout.layout import Layout
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import losses
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
-from tests.support.gloo.train_jobs.tool_jobs import ordered
+from tests.support.gloo.train_jobs.tool_jobs import LEAST_STEPS, ordered
 
-STEPS = 60
+STEPS = 100_000
+"""More than a run takes: it is stopped once its orders are carried out."""
 LAYOUT = Layout(dp=2)
 MODEL = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "layers": 2, "heads": 2}
 
 
-def job_of(folder: Path, steps: int = STEPS) -> JobConfig:
+def job_of(folder: Path) -> JobConfig:
     tokens = np.random.default_rng(0).integers(0, 24, 6000).astype(np.uint16)
     (folder / "tokens.bin").write_bytes(tokens.tobytes())
     data = {"source": "memmap", "path": str(folder / "tokens.bin"), "sequence_length": 8, "global_batch": 4}
     return JobConfig.model_validate(
         {
             "name": folder.name.replace("_", "-").lower()[:60],
-            "steps": steps,
+            "steps": STEPS,
             "precision": "fp64",
             "model": MODEL,
             "data": data,
             "optimizer": {"learning_rate": 3e-3, "schedule": {"kind": "constant"}},
-            "checkpoint": {"interval_steps": 1000},
-            "evaluate": {"interval_steps": 1000, "samples": 4},
-            "snapshot": {"interval_steps": 1000, "folder": str(folder)},
+            "checkpoint": {"interval_steps": 1_000_000},
+            "evaluate": {"interval_steps": 1_000_000, "samples": 4},
+            "snapshot": {"interval_steps": 1_000_000, "folder": str(folder)},
         }
     )
 
 
-def run(pool: Pool, folder: Path, orders: list[dict[str, Any]], steps: int = STEPS) -> Any:
+def run(pool: Pool, folder: Path, orders: list[dict[str, Any]]) -> Any:
     """(ledger's lines, answers by rank) of a run of two ranks that gets orders."""
     folder.mkdir(exist_ok=True)
     workers = pool.need(2)
     members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
     spec = GenerationSpec(GenerationId(1, 1), members, LAYOUT, Source("init"), "test")
-    found = pool.run(2, ordered, job_of(folder, steps), spec, str(folder), orders)
-    assert [(outcome.kind, outcome.detail) for outcome, _ in found] == [("finished", "")] * 2
+    found = pool.run(2, ordered, job_of(folder), spec, str(folder), orders)
+    assert [(outcome.kind, outcome.detail) for outcome, _ in found] == [("interrupted", "")] * 2
     headers = [header for _, header in list_slots(folder)]
     lines = list(max(headers, key=lambda header: header.step).ledger)
     return losses(lines), [answers for _, answers in found]
@@ -67,8 +68,8 @@ def test_a_profile_is_of_the_same_steps_on_all_its_ranks_and_changes_no_loss(
     plain, _ = run(pool, tmp_path / "plain", [])
     go = {"what": "go", "key": "k", "rank": 1, "after_s": 0.1}
     second = {**ARM, **WINDOW, "rank": 0}
-    found, answers = run(pool, tmp_path / "profiled", [{**ARM, **WINDOW}, second, go, READY], 400)
-    assert found[:STEPS] == plain
+    found, answers = run(pool, tmp_path / "profiled", [{**ARM, **WINDOW}, second, go, READY])
+    assert found[:LEAST_STEPS] == plain[:LEAST_STEPS]
     assert "one at a time" in answers[0][1]["refused"]
     first, other = answers[0][-1], answers[1][-1]
     assert first["steps"] == other["steps"]
@@ -96,8 +97,8 @@ def test_a_break_on_one_rank_holds_all_of_them_and_changes_no_loss(pool: Pool, t
         {"what": "continue"},
         {"what": "inspect", "scope": "model", "name": "", "after_s": 0.3},
     ]
-    found, answers = run(pool, tmp_path / "held", orders, 400)
-    assert found[:STEPS] == plain
+    found, answers = run(pool, tmp_path / "held", orders)
+    assert found[:LEAST_STEPS] == plain[:LEAST_STEPS]
     for rank in (0, 1):
         held, later = answers[rank][1], answers[rank][3]
         assert held["held_step"] == later["held_step"] == answers[1 - rank][1]["held_step"]
@@ -126,7 +127,7 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
         {"what": "rm", "number": 1},
         {"what": "breaks", "until": {"held": False}},
     ]
-    _, answers = run(pool, tmp_path / "held", orders, 400)
+    _, answers = run(pool, tmp_path / "held", orders)
     first = answers[0]
     assert "run by no function; nearest line that is" in first[1]["refused"]
     assert first[2]["hit"]["function"] == "Loop._step"

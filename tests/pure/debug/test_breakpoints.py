@@ -7,7 +7,7 @@ import math
 import pytest
 
 from picotron_ray.debug.breakpoints import Breakpoint, check_place, line_problem
-from picotron_ray.debug.condition import MOST_LETTERS, Condition
+from picotron_ray.debug.condition import MOST_LETTERS, BreakCondition
 from picotron_ray.errors import ConfigError
 
 KNOWN = {"loss": 9.5, "grad_norm": 2.0, "step": 7.0, "rank": 0.0}
@@ -29,7 +29,7 @@ KNOWN = {"loss": 9.5, "grad_norm": 2.0, "step": 7.0, "rank": 0.0}
     ],
 )
 def test_a_condition_holds_for_figures(text: str, holds: bool) -> None:
-    assert Condition(text).holds(KNOWN) is holds
+    assert BreakCondition(text).holds(KNOWN) is holds
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_condition_holds_for_figures(text: str, holds: bool) -> None:
 )
 def test_what_is_no_condition_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"^--if: ") as caught:
-        Condition(text)
+        BreakCondition(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(text) <= MOST_LETTERS or "letters" in str(caught.value)

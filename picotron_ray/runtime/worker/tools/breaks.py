@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from picotron_ray.debug.breakpoints import MOST, Breakpoint, line_problem
-from picotron_ray.debug.condition import Condition
+from picotron_ray.debug.condition import BreakCondition
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.tools.line_watch import LineWatch, function_lines, loaded_files
@@ -43,7 +43,7 @@ class Breaks:
         self._page, self._rank, self._hold = page, rank, hold
         self._lock = threading.RLock()
         self._known: dict[int, Breakpoint] = {}
-        self._conditions: dict[int, Condition] = {}
+        self._conditions: dict[int, BreakCondition] = {}
         self._files: dict[int, str] = {}
         self._by_line: dict[tuple[str, int], list[Breakpoint]] = {}
         self._by_phase: dict[str, list[Breakpoint]] = {}
@@ -69,7 +69,7 @@ class Breaks:
             if not one.phase:
                 self._files[one.number] = self._file(*one.line)
             if one.condition:
-                self._conditions[one.number] = Condition(one.condition)
+                self._conditions[one.number] = BreakCondition(one.condition)
             self._known[one.number] = one
             self._dirty = True
         return one.plain()
@@ -158,7 +158,7 @@ class Breaks:
 
     @property
     def on_phase(self) -> Callable[[int, str], None] | None:
-        """What is to hear of each phase; None: nothing."""
+        """Listener to each phase; None: there is none."""
         return self._entered if self._by_phase else None
 
     def _entered(self, step: int, phase: str) -> None:

@@ -125,7 +125,7 @@ class Profile:
             )
 
     def _rows(self) -> list[dict[str, Any]]:
-        """What telemetry has of the recorded steps."""
+        """Rows of telemetry of the recorded steps."""
         page = None if self._telemetry is None else read_rows(self._telemetry)
         rows = () if page is None else page.rows
         return [

@@ -14,7 +14,7 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.worker.tools.profiler import OnPhase, Profile
-from picotron_ray.runtime.worker.tools.step_times import StepTimes
+from picotron_ray.runtime.worker.tools.step_times import StepSeconds
 from picotron_ray.runtime.worker.tools.traces import MemoryTrace, PythonTrace
 from picotron_ray.runtime.worker.tools.window import Recording
 
@@ -34,7 +34,7 @@ def recording_of(
     if kind == "profile":
         return Profile(device, hear, telemetry, shapes=order["shapes"], stacks=order["stacks"])
     if kind == "times":
-        return StepTimes()
+        return StepSeconds()
     if kind == "memory":
         return MemoryTrace(partial(memory_bytes, device), hear)
     if kind in ("call", "line"):

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 
-class StepTimes:
+class StepSeconds:
     """Seconds of each recorded step, as the thread that trains sees them."""
 
     def __init__(self) -> None:

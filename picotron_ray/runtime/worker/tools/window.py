@@ -23,7 +23,7 @@ State = Literal["armed", "running", "stopped", "saving", "done", "failed"]
 
 
 class Recording(Protocol):
-    """What records; called by the training thread, but for `save`."""
+    """Recorder; called by the training thread, but for `save`."""
 
     def prepare(self) -> None:
         """Get ready, some steps before."""
@@ -49,7 +49,7 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """Steps that pass, that warm up, and that are recorded."""
 
     wait: int
@@ -65,7 +65,9 @@ class Window:
 class WindowedTool:
     """One recording of one rank."""
 
-    def __init__(self, key: str, window: Window, recording: Recording, path: Path, limit_bytes: int) -> None:
+    def __init__(
+        self, key: str, window: StepWindow, recording: Recording, path: Path, limit_bytes: int
+    ) -> None:
         """
         Args:
             key: names it, on all ranks alike.

@@ -33,7 +33,7 @@ from picotron_ray.runtime.worker.tools.breaks import Breaks
 from picotron_ray.runtime.worker.tools.looks import look
 from picotron_ray.runtime.worker.tools.profiler import OnPhase
 from picotron_ray.runtime.worker.tools.recordings import recording_of
-from picotron_ray.runtime.worker.tools.window import Window, WindowedTool
+from picotron_ray.runtime.worker.tools.window import StepWindow, WindowedTool
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.step_sync import GO, HOLD, PATIENT, STOP
 from picotron_ray.train.step_tools import FlagsOfAll, StepTools
@@ -48,13 +48,13 @@ LIMIT_BYTES = 1 << 30
 
 
 class Raises(Protocol):
-    """Where flags are raised (`train.loop.Requests`)."""
+    """Flags that the next exchange takes along (`train.loop.Requests`)."""
 
     def add(self, flag: int) -> None:
         """Raise a flag."""
 
 
-class Place(NamedTuple):
+class ToolPlace(NamedTuple):
     """Generation that a worker takes part in, as its tools need it."""
 
     rank: int
@@ -82,7 +82,7 @@ class WorkerTools(StepTools):
         self._job, self._page, self._device, self._telemetry = job, page, device, telemetry
         self._path = folder / f"{worker}{SUFFIX}"
         self._lock = threading.Lock()
-        self._place: Place | None = None
+        self._place: ToolPlace | None = None
         self._breaks: Breaks | None = None
         self._tool: WindowedTool | None = None
         self._listeners: dict[str, OnPhase] = {}
@@ -94,7 +94,7 @@ class WorkerTools(StepTools):
 
     def join(self, rank: int, requests: Raises, engine: Engine) -> WorkerTools:
         """Begin with a generation; returns itself."""
-        self._place = Place(rank, requests, engine)
+        self._place = ToolPlace(rank, requests, engine)
         self._breaks = Breaks(self._page, rank, lambda: requests.add(HOLD))
         return self
 
@@ -202,7 +202,7 @@ class WorkerTools(StepTools):
             return {"refused": str(error)}
 
     def _carried_out(
-        self, what: str, order: Mapping[str, Any], place: Place, breaks: Breaks
+        self, what: str, order: Mapping[str, Any], place: ToolPlace, breaks: Breaks
     ) -> dict[str, Any]:
         if what == "arm":
             with self._lock:
@@ -232,7 +232,7 @@ class WorkerTools(StepTools):
             raise ConfigError(
                 "another recording is under way; one at a time: wait for its end, and ask again"
             )
-        window = Window(order["wait"], order["warmup"], order["active"])
+        window = StepWindow(order["wait"], order["warmup"], order["active"])
         recording = recording_of(order, self._job, self._device, self._listen, self._telemetry)
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
@@ -243,7 +243,7 @@ class WorkerTools(StepTools):
         self._tool = WindowedTool(order["key"], window, recording, self._path, LIMIT_BYTES)
         return {"armed": True}
 
-    def _of_tool(self, what: str, key: str, place: Place) -> dict[str, Any]:
+    def _of_tool(self, what: str, key: str, place: ToolPlace) -> dict[str, Any]:
         tool = self._tool
         if tool is None or tool.key != key:
             return {"state": "none", "text": "this rank has no such recording any more"}
@@ -261,7 +261,7 @@ class WorkerTools(StepTools):
         sizes = {kind: int(self._page.value(f"memory_{kind}_bytes")) for kind in MEMORY_CLASSES}
         return {kind: size for kind, size in sizes.items() if size >= 0}
 
-    def _inspect(self, order: Mapping[str, Any], place: Place, breaks: Breaks) -> dict[str, Any]:
+    def _inspect(self, order: Mapping[str, Any], place: ToolPlace, breaks: Breaks) -> dict[str, Any]:
         """Look at values while this rank keeps all others at the boundary."""
         with self._lock:
             if not (self._held_step and self._open):

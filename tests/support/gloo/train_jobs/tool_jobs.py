@@ -10,19 +10,21 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
-from picotron_ray.runtime.heartbeat import read_page
 from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.train.step_sync import STOP
 from tests.support.gloo.pool import Job
 from tests.support.gloo.train_jobs.remesh_jobs import resources_of
 
 Orders = Sequence[Mapping[str, Any]]
-LONGEST_S = 60.0
+LONGEST_S = 90.0
+LEAST_STEPS = 20
+"""Steps that every run takes."""
 
 
 def ordered(
     job: Job, config: JobConfig, spec: GenerationSpec, folder: str, orders: Orders
 ) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Run a generation; from its first step on, give its tools orders one after the other.
+    """Run a generation; from its first step on, give its tools orders one after the other, then stop it.
 
     Args:
         orders: each with ``until``, a key and value that its answer, asked for again and again, must have;
@@ -35,10 +37,17 @@ def ordered(
     run = GenerationRun(home, spec, (job.host, job.port))
     answers: list[dict[str, Any]] = []
     mine = [order for order in orders if order.get("rank") in (None, job.rank)]
-    person = threading.Thread(target=give, args=(home.tools.order, home.page, mine, answers), daemon=True)
-    person.start()
+
+    def person() -> None:
+        give(home.tools.order, home.page, mine, answers)
+        while home.page.value("step") < LEAST_STEPS and not run.done.is_set():
+            time.sleep(0.005)
+        run.interrupt(STOP)
+
+    thread = threading.Thread(target=person, daemon=True)
+    thread.start()
     outcome = run.run()
-    person.join(LONGEST_S)
+    thread.join(LONGEST_S)
     return outcome, answers
 
 
@@ -62,6 +71,3 @@ def give(
 def read_page_of(page: Any) -> dict[str, float]:
     """What the page says now."""
     return {"step": page.value("step"), "phase_limit_s": page.value("phase_limit_s")}
-
-
-__all__ = ["ordered", "read_page"]

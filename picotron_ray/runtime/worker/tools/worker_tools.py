@@ -142,7 +142,7 @@ class WorkerTools(StepTools):
         self._held_step, rounds = step, 0
         while True:
             self._page.phase("hold", HOLD_S)
-            if self._wants(rounds):
+            if self._wants():
                 place.requests.add(HOLD)
             began_ns = time.time_ns()
             flags = flags_of_all()
@@ -159,7 +159,7 @@ class WorkerTools(StepTools):
         if self._breaks is not None:
             self._breaks.go_on()
 
-    def _wants(self, rounds: int) -> bool:
+    def _wants(self) -> bool:
         """Whether this rank wants all to stay; where it does not, no look at values begins any more."""
         tool, breaks = self._tool, self._breaks
         with self._lock:

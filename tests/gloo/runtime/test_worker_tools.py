@@ -15,7 +15,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.layout.layout import Layout
 from tests.support.gloo.pool import Pool
-from tests.support.gloo.runs import losses
+from tests.support.gloo.runs import losses, terms
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
 from tests.support.gloo.train_jobs.tool_jobs import LEAST_STEPS, ordered
 
@@ -31,7 +31,7 @@ def job_of(folder: Path) -> JobConfig:
     data = {"source": "memmap", "path": str(folder / "tokens.bin"), "sequence_length": 8, "global_batch": 4}
     return JobConfig.model_validate(
         {
-            "name": folder.name.replace("_", "-").lower()[:60],
+            "name": f"{folder.parent.name}-{folder.name}".replace("_", "-").lower()[-60:].strip("-"),
             "steps": STEPS,
             "precision": "fp64",
             "model": MODEL,
@@ -49,7 +49,7 @@ def run(pool: Pool, folder: Path, orders: list[dict[str, Any]]) -> Any:
     folder.mkdir(exist_ok=True)
     workers = pool.need(2)
     members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
-    spec = GenerationSpec(GenerationId(1, 1), members, LAYOUT, Source("init"), "test")
+    spec = GenerationSpec(GenerationId(next(terms), 1), members, LAYOUT, Source("init"), "test")
     found = pool.run(2, ordered, job_of(folder), spec, str(folder), orders)
     assert [(outcome.kind, outcome.detail) for outcome, _ in found] == [("interrupted", "")] * 2
     headers = [header for _, header in list_slots(folder)]

@@ -40,7 +40,7 @@ from picotron_ray.train.step_tools import FlagsOfAll, StepTools
 
 HOLD_S = 600.0
 """Limit of one exchange while all ranks stay: one of them may be about to end a recording."""
-POLL_S = 0.05
+POLL_S, LOOK_POLL_S = 0.05, 0.002
 CLOCK_ROUNDS = 16
 """Exchanges at the begin of a hold, without a pause, whose times tell how far apart clocks are."""
 LIMIT_BYTES = 1 << 30
@@ -151,6 +151,7 @@ class WorkerTools(StepTools):
             rounds += 1
             if not flags & HOLD or flags & STOP:
                 break
+            self._open = True
             if rounds >= CLOCK_ROUNDS:
                 if tool is not None:
                     tool.save()
@@ -160,16 +161,13 @@ class WorkerTools(StepTools):
             self._breaks.go_on()
 
     def _wants(self) -> bool:
-        """Whether this rank wants all to stay; where it does not, no look at values begins any more."""
+        """Whether this rank wants all to stay; where it does not, no look begins until others do."""
         tool, breaks = self._tool, self._breaks
         with self._lock:
             stops = breaks is not None and breaks.stops
             saves = tool is not None and tool.state in ("stopped", "saving")
-            self._open = True
-            if stops or saves or self._looking:
-                return True
-            self._open = False
-            return False
+            self._open = bool(stops or saves or self._looking)
+            return self._open
 
     def _listen(self, name: str, listener: OnPhase | None) -> None:
         """Have a function hear of each phase, beside what heard of them before; None: not any more."""
@@ -261,12 +259,19 @@ class WorkerTools(StepTools):
         sizes = {kind: int(self._page.value(f"memory_{kind}_bytes")) for kind in MEMORY_CLASSES}
         return {kind: size for kind, size in sizes.items() if size >= 0}
 
+    def _begins_look(self) -> bool:
+        """Begin a look, unless this rank has just told the others that it wants to go on."""
+        with self._lock:
+            begins = self._held_step > 0 and self._open
+            self._looking += begins
+            return begins
+
     def _inspect(self, order: Mapping[str, Any], place: ToolPlace, breaks: Breaks) -> dict[str, Any]:
         """Look at values while this rank keeps all others at the boundary."""
-        with self._lock:
-            if not (self._held_step and self._open):
+        while not self._begins_look():
+            if not self._held_step:
                 raise ConfigError("no breakpoint holds the run, and values change: set one with `break`")
-            self._looking += 1
+            time.sleep(LOOK_POLL_S)
         try:
             return look(order, place.engine, breaks.hit)
         finally:

@@ -32,7 +32,7 @@ def break_(
 
     While they stay nothing counts as a hang. A breakpoint lasts as long as its generation.
 
-    Example: picotron-ray debug quickstart break phase:reduce --if "loss > 9" --ranks 0,3
+    Example: picotron-ray debug break quickstart phase:reduce --if "loss > 9" --ranks 0,3
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints
@@ -44,7 +44,7 @@ def break_(
 def ls(run: Run, as_json: AsJson = False) -> None:
     """List breakpoints, how often they were hit, and which one holds the run now.
 
-    Example: picotron-ray debug quickstart ls
+    Example: picotron-ray debug ls quickstart
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints
@@ -56,7 +56,7 @@ def ls(run: Run, as_json: AsJson = False) -> None:
 def enable(run: Run, number: Number, as_json: AsJson = False) -> None:
     """Let a breakpoint stop the run again.
 
-    Example: picotron-ray debug quickstart enable 1
+    Example: picotron-ray debug enable quickstart 1
     """
     _change(run, number, "enable", as_json)
 
@@ -64,7 +64,7 @@ def enable(run: Run, number: Number, as_json: AsJson = False) -> None:
 def disable(run: Run, number: Number, as_json: AsJson = False) -> None:
     """Keep a breakpoint, and let the run pass it.
 
-    Example: picotron-ray debug quickstart disable 1
+    Example: picotron-ray debug disable quickstart 1
     """
     _change(run, number, "disable", as_json)
 
@@ -72,7 +72,7 @@ def disable(run: Run, number: Number, as_json: AsJson = False) -> None:
 def rm(run: Run, number: Number, as_json: AsJson = False) -> None:
     """Remove a breakpoint; the run stays where it holds it.
 
-    Example: picotron-ray debug quickstart rm 1
+    Example: picotron-ray debug rm quickstart 1
     """
     _change(run, number, "rm", as_json)
 
@@ -89,7 +89,7 @@ def _change(run: str, number: int, what: Any, as_json: bool) -> None:
 def continue_(run: Run, as_json: AsJson = False) -> None:
     """Let a run go on that a breakpoint holds.
 
-    Example: picotron-ray debug quickstart continue
+    Example: picotron-ray debug continue quickstart
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints
@@ -108,7 +108,7 @@ def inspect(
 ) -> None:
     """Show values while a breakpoint holds the run: norm, least, greatest, histogram.
 
-    Example: picotron-ray debug quickstart inspect model layers.0
+    Example: picotron-ray debug inspect quickstart model layers.0
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints
@@ -127,7 +127,7 @@ def trace(
 ) -> None:
     """Trace what Python does in the next steps, or memory by phase: a file for Perfetto for each rank.
 
-    Example: picotron-ray debug quickstart trace memory --steps 2
+    Example: picotron-ray debug trace quickstart memory --steps 2
     """
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints

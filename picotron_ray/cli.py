@@ -22,6 +22,7 @@ from picotron_ray.commands.logs import logs
 from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
+from picotron_ray.commands.profile import profile
 from picotron_ray.commands.top import top
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ app.command("metrics")(metrics)
 app.command("report")(story.report)
 app.command("runs")(story.runs)
 app.command("top")(top)
+app.command("profile")(profile)
 app.command("checkpoint-now")(run.checkpoint_now)
 app.command("pause")(orders.pause)
 app.command("resume")(orders.resume)

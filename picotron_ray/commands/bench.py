@@ -153,6 +153,27 @@ def bench_mfu(
         _result(found, report.lines(found), json_file)
 
 
+@benchmarks.command("profile")
+def bench_profile(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="name of a run that goes on")],
+    pairs: Annotated[
+        int, typer.Option(min=3, help="each a block of steps after a profile and one without")
+    ] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="of a block")] = 10,
+    seed: Annotated[int, typer.Option(help="of the order within each pair")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time steps of a run after a profile over those without one, in interleaved pairs; its 95 % interval.
+
+    Example: picotron-ray bench profile quickstart --pairs 3
+    """
+    with _reported(json_file):
+        from picotron_ray.bench.profile import bench
+
+        found = bench.bench(run, pairs, steps, seed, _say)
+        _result(found, bench.lines(found), json_file)
+
+
 @benchmarks.command("plan")
 def bench_plan(
     config: Config,

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from picotron_ray.commands import debug_bundle
+from picotron_ray.commands import debug_breaks, debug_bundle
 
 
 class NameFirst(TyperGroup):
@@ -24,3 +24,11 @@ class NameFirst(TyperGroup):
 
 debug = typer.Typer(cls=NameFirst, no_args_is_help=True, help="What is wrong with a run.")
 debug.command("bundle")(debug_bundle.bundle)
+debug.command("break")(debug_breaks.break_)
+debug.command("ls")(debug_breaks.ls)
+debug.command("enable")(debug_breaks.enable)
+debug.command("disable")(debug_breaks.disable)
+debug.command("rm")(debug_breaks.rm)
+debug.command("continue")(debug_breaks.continue_)
+debug.command("inspect")(debug_breaks.inspect)
+debug.command("trace")(debug_breaks.trace)

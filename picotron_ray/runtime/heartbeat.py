@@ -199,6 +199,7 @@ class Page:
         self._phase, self._since, self._count = "idle", time.monotonic(), 0
         self._counted = self._since  # until then the seconds of the present phase are in ``spent``
         self.computing_step = 0
+        self.least_limit_s = 0.0  # above 0 while a tool slows steps down, of which nothing is learned then
         temporary = path.with_suffix(".new")
         create = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, create, 0o600), "wb+") as file:
@@ -253,7 +254,7 @@ class Page:
         """
         if work is not None:
             self._limits.begin(work)
-        self.computing_step = step + 1
+        self.computing_step, self.least_limit_s = step + 1, 0.0
         self._forget_memory()
         self._counted = time.monotonic()
         self.put(step_at_s=0.0, **{f"spent_{phase}_s": 0.0 for phase in PHASES})
@@ -275,10 +276,11 @@ class Page:
         now = time.monotonic()
         self._spend(now)
         if name != self._phase:
-            self._limits.learn(self._phase, now - self._since)
+            if not self.least_limit_s:
+                self._limits.learn(self._phase, now - self._since)
             self._phase, self._since = name, now
         self._count += 1
-        limit = 1e9 if name == "idle" else limit_s or self._limits.limit(name)
+        limit = 1e9 if name == "idle" else max(self.least_limit_s, limit_s or self._limits.limit(name))
         self.put(phase_limit_s=limit, phase_since_s=now, phase=PHASES.index(name), phase_count=self._count)
         self.put(progress=self.value("progress") + 1, pending_operations=PENDING.count)
         if self.on_phase is not None:

@@ -36,7 +36,8 @@ from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_clock import NoClock
 from picotron_ray.train.step_memory import StepMemory
-from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, exchange
+from picotron_ray.train.step_sync import SNAPSHOT, STOP, TOOLS, Agreement, Contribution, exchange
+from picotron_ray.train.step_tools import StepTools
 from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
 
@@ -107,6 +108,8 @@ class Loop:
     memory: StepMemory = field(default_factory=StepMemory)
     clock: NoClock = field(default_factory=NoClock)
     """Hears of each phase of a step too."""
+    tools: StepTools = field(default_factory=StepTools)
+    """Looks on between steps, and may hold all ranks there."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -126,6 +129,7 @@ class Loop:
             if self.passes_over(step):
                 self._pass_over(step)
                 continue
+            self.tools.begin(step)
             agreement = self.memory.step(step, partial(self._step, step))
             if step == last:
                 break
@@ -139,6 +143,7 @@ class Loop:
                 self.page.phase("sync")
                 probe.run()
                 self.clock.links(probe.links)
+            self.tools.boundary(step, agreement.flags, self._flags_of_all)
             if step % self.job.evaluate.interval_steps == 0:
                 self._evaluate(step)
         if not math.isfinite(eval_loss := self._evaluate(last)):
@@ -283,6 +288,13 @@ class Loop:
         loss = agreement.loss_sum / total
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
+
+    def _flags_of_all(self) -> int:
+        """Exchange flags between steps; those that are not of tools stay raised for the next step's."""
+        mine = Contribution(0.0, 0.0, flags=self.requests.take())
+        flags = exchange(mine, self.layout, self.device).flags
+        self.requests.add(flags & ~TOOLS)
+        return flags
 
     def _exchange_apart(self, mine: Contribution) -> Agreement:
         """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""

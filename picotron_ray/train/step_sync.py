@@ -32,6 +32,13 @@ STOP = 1
 """Flag: leave the loop after this step."""
 SNAPSHOT = 2
 """Flag: take a pinned snapshot of this step."""
+GO = 16
+"""Flag: tools that are ready begin after this step (`train.step_tools`)."""
+PATIENT = 32
+"""Flag: a tool slows some rank's steps down, and nobody is to judge their length."""
+HOLD = 64
+"""Flag: stay at the boundary after this step until no rank raises it any more."""
+TOOLS = GO | PATIENT | HOLD
 
 RECORD = np.dtype(
     [

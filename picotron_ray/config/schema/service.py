@@ -380,4 +380,5 @@ PHASES = (
     "commit",  # coordinator only: between the manifest and its log entry
     "grow",  # waiting until the slots are large enough for a checkpoint
     "queue",  # waiting for nodes that serve others first, and for members that read slots of other nodes
+    "hold",  # staying at a step boundary, all ranks together, as a person or a tool asks
 )

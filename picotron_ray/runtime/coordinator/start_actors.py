@@ -44,6 +44,9 @@ class WorkerActor:
     def committed(self, term: int, generation: tuple[int, int], step: int) -> bool:
         return self._worker.committed(term, generation, step)
 
+    def tool(self, term: int, generation: tuple[int, int], order: dict[str, Any]) -> dict[str, Any]:
+        return self._worker.tool(term, generation, order)
+
 
 def start_agent(job: JobConfig, node: str, host: str) -> ActorHandle:
     """Start the agent of one node; an agent that lives there already is reused.

@@ -54,6 +54,7 @@ from picotron_ray.runtime.node_agent.specs import ToldSpecs, newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
 from picotron_ray.runtime.node_agent.telemetry import Telemetry
 from picotron_ray.runtime.node_agent.term_file import TermFile
+from picotron_ray.runtime.node_agent.tool_calls import ToolCalls
 from picotron_ray.runtime.node_agent.uploads import Uploads
 from picotron_ray.runtime.ray_cluster import cleanup, kept_slots
 from picotron_ray.runtime.ray_cluster.data_notes import read_notes
@@ -68,7 +69,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.08
 
 
-class Agent(AgentLogs):
+class Agent(AgentLogs, ToolCalls):
     """Ray actor. Several methods run at a time."""
 
     def __init__(self, job: dict[str, Any], node: str, host: str) -> None:

@@ -196,6 +196,7 @@ class GenerationRun:
             passes_over=spec.passes_over,
             memory=self._memory,
             clock=clock,
+            tools=resources.tools.join(self.rank, self._requests, self._engine),
         )
         resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())
@@ -377,6 +378,7 @@ class GenerationRun:
         """Let go of the groups and everything that refers to them."""
         page = self._resources.page
         self._engine = self._snapshots = self._loader = None
+        self._resources.tools.leave()
         self._memory.close()
         gc.collect()
         try:

@@ -13,9 +13,10 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.runtime.heartbeat import Page
-from picotron_ray.runtime.telemetry_page import TelemetryPage
+from picotron_ray.runtime.telemetry_page import SUFFIX, TelemetryPage
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.remote_slots import Find
+from picotron_ray.runtime.worker.tools.worker_tools import WorkerTools
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 
 
@@ -44,6 +45,12 @@ class WorkerResources:
     stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
     telemetry: TelemetryPage | None = None  # where steps are measured
     limited: bool = False  # its memory, from the first generation's first step on
+    tools: WorkerTools = field(init=False)
+
+    def __post_init__(self) -> None:
+        telemetry = None if self.telemetry is None else self.folder / f"{self.worker}{SUFFIX}"
+        folder = self.ledger or self.folder
+        self.tools = WorkerTools(self.job, self.page, self.worker, folder, self.device, telemetry)
 
     def limit_memory(self) -> None:
         """Hold the process to ``cluster.worker_memory_bytes`` from now on, where it is not yet."""

@@ -183,6 +183,12 @@ class Worker:
         run.committed(step)
         return True
 
+    def tool(self, term: int, generation: tuple[int, int], order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out an order of a person's tool (`tools.worker_tools`); returns its answer."""
+        if self._current(term, generation) is None:
+            return {"refused": "its generation is over; ask again once the run trains"}
+        return self._resources.tools.order(order)
+
     # --- helpers -------------------------------------------------------------------------------------
 
     def _accept(self, term: int) -> bool:

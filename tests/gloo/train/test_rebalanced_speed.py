@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from picotron_ray.config.schema.chaos import ChaosFault
 
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.model_sizes import head_blocks
 from picotron_ray.planner.rebalance import blocks_by_time, layout_by_speed, step_s_by_speed

@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from picotron_ray.config.schema.chaos import ChaosFault
 
+from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.slowness import Slowness

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from picotron_ray.config.schema.chaos import FAULT_TARGETS, ChaosFault, FaultName
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.config.schema.chaos import FAULT_TARGETS, ChaosFault, FaultName
 from picotron_ray.runtime.chaos.claims import claim
 from picotron_ray.runtime.chaos.coordinator_chaos import CoordinatorChaos
 from picotron_ray.runtime.chaos.faults import FAULTS, LastingFault, NodeFault, ProcessFault

@@ -1,0 +1,137 @@
+"""Tools of workers while they train: recordings of steps, breakpoints, looks at values; losses stay."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
+from picotron_ray.layout.layout import Layout
+from tests.support.gloo.pool import Pool
+from tests.support.gloo.runs import losses, terms
+from tests.support.gloo.train_jobs.remesh_jobs import worker_name
+from tests.support.gloo.train_jobs.tool_jobs import LEAST_STEPS, ordered
+
+STEPS = 100_000
+"""More than a run takes: it is stopped once its orders are carried out."""
+LAYOUT = Layout(dp=2)
+MODEL = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "layers": 2, "heads": 2}
+
+
+def job_of(folder: Path) -> JobConfig:
+    tokens = np.random.default_rng(0).integers(0, 24, 6000).astype(np.uint16)
+    (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    data = {"source": "memmap", "path": str(folder / "tokens.bin"), "sequence_length": 8, "global_batch": 4}
+    return JobConfig.model_validate(
+        {
+            "name": f"{folder.parent.name}-{folder.name}".replace("_", "-").lower()[-60:].strip("-"),
+            "steps": STEPS,
+            "precision": "fp64",
+            "model": MODEL,
+            "data": data,
+            "optimizer": {"learning_rate": 3e-3, "schedule": {"kind": "constant"}},
+            "checkpoint": {"interval_steps": 1_000_000},
+            "evaluate": {"interval_steps": 1_000_000, "samples": 4},
+            "snapshot": {"interval_steps": 1_000_000, "folder": str(folder)},
+        }
+    )
+
+
+def run(pool: Pool, folder: Path, orders: list[dict[str, Any]]) -> Any:
+    """(ledger's lines, answers by rank) of a run of two ranks that gets orders."""
+    folder.mkdir(exist_ok=True)
+    workers = pool.need(2)
+    members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
+    spec = GenerationSpec(GenerationId(next(terms), 1), members, LAYOUT, Source("init"), "test")
+    found = pool.run(2, ordered, job_of(folder), spec, str(folder), orders)
+    assert [(outcome.kind, outcome.detail) for outcome, _ in found] == [("interrupted", "")] * 2
+    headers = [header for _, header in list_slots(folder)]
+    lines = list(max(headers, key=lambda header: header.step).ledger)
+    return losses(lines), [answers for _, answers in found]
+
+
+ARM = {"what": "arm", "key": "k", "kind": "profile", "shapes": True, "stacks": False}
+WINDOW = {"wait": 1, "warmup": 1, "active": 2}
+READY = {"what": "state", "key": "k", "until": {"state": "done"}}
+
+
+def test_a_profile_is_of_the_same_steps_on_all_its_ranks_and_changes_no_loss(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plain, _ = run(pool, tmp_path / "plain", [])
+    go = {"what": "go", "key": "k", "rank": 1, "after_s": 0.1}
+    second = {**ARM, **WINDOW, "rank": 0}
+    found, answers = run(pool, tmp_path / "profiled", [{**ARM, **WINDOW}, second, go, READY])
+    assert found[:LEAST_STEPS] == plain[:LEAST_STEPS]
+    assert "one at a time" in answers[0][1]["refused"]
+    first, other = answers[0][-1], answers[1][-1]
+    assert first["steps"] == other["steps"]
+    assert len(first["steps"]) == 2
+    assert len(first["rounds"]) == len(other["rounds"]) > 1
+    for answer in (first, other):
+        with gzip.open(tmp_path / "profiled" / answer["file"]) as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {f"ProfilerStep#{step}" for step in first["steps"]} | {
+            "forward",
+            "backward",
+            "reduce",
+        } <= names
+
+
+def test_a_break_on_one_rank_holds_all_of_them_and_changes_no_loss(pool: Pool, tmp_path: Path) -> None:
+    plain, _ = run(pool, tmp_path / "plain", [])
+    one = {"number": 1, "place": "phase:reduce", "condition": "loss > 0 and step >= 3", "timeout_s": 30.0}
+    orders: list[dict[str, Any]] = [
+        {"what": "break", "break": {**one, "ranks": [1]}},
+        {"what": "breaks", "until": {"held": True}},
+        {"what": "inspect", "scope": "model", "name": "embed"},
+        {"what": "breaks", "after_s": 1.5},
+        {"what": "rm", "number": 1, "after_s": 0.3},
+        {"what": "continue"},
+        {"what": "inspect", "scope": "model", "name": "", "after_s": 0.3},
+    ]
+    found, answers = run(pool, tmp_path / "held", orders)
+    assert found[:LEAST_STEPS] == plain[:LEAST_STEPS]
+    for rank in (0, 1):
+        held, later = answers[rank][1], answers[rank][3]
+        assert held["held_step"] == later["held_step"] == answers[1 - rank][1]["held_step"]
+        assert later["page"]["step"] == held["held_step"]
+        assert later["page"]["phase_limit_s"] >= 600
+        assert answers[rank][2]["tensors"][0]["norm"] > 0
+    assert answers[1][1]["hit"]["rank"] == 1
+    assert answers[0][1]["hit"] is None
+    assert answers[1][1]["held_step"] - answers[1][1]["hit"]["step"] <= 1
+
+
+@pytest.mark.parametrize("condition", ["", "step >= 5"])
+def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path, condition: str) -> None:
+    file = Path(__import__("picotron_ray.train.loop", fromlist=["loop"]).__file__)
+    number = next(
+        at for at, text in enumerate(file.read_text().splitlines(), 1) if "loss = agreement.loss_sum" in text
+    )
+    one = {"number": 1, "place": f"train/loop.py:{number}", "condition": condition, "timeout_s": 1.0}
+    orders: list[dict[str, Any]] = [
+        {"what": "break", "break": {**one, "ranks": [0]}},
+        {"what": "break", "break": {**one, "number": 2, "place": "train/loop.py:1"}},
+        {"what": "breaks", "until": {"held": True}},
+        {"what": "inspect", "scope": "local", "name": "grad_norm"},
+        {"what": "inspect", "scope": "local", "name": "grad_nrm"},
+        {"what": "inspect", "scope": "global", "name": ""},
+        {"what": "rm", "number": 1},
+        {"what": "breaks", "until": {"held": False}},
+    ]
+    _, answers = run(pool, tmp_path / "held", orders)
+    first = answers[0]
+    assert "run by no function; nearest line that is" in first[1]["refused"]
+    assert first[2]["hit"]["function"] == "Loop._step"
+    assert float(first[3]["values"]["grad_norm"]) > 0
+    assert first[4]["refused"] == "inspect local: saw 'grad_nrm'; nearest: grad_norm"
+    assert "math" in first[5]["values"]
+    assert first[7]["hit"] is None, "its second was over"

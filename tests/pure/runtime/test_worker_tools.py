@@ -13,7 +13,7 @@ import pytest
 
 from picotron_ray.runtime.worker.tools import window as module
 from picotron_ray.runtime.worker.tools.line_watch import LineWatch, function_lines, loaded_files
-from picotron_ray.runtime.worker.tools.window import StepWindow, WindowedTool
+from picotron_ray.runtime.worker.tools.window import RecordedSteps, WindowedTool
 
 SOURCE = """
     LIMIT = 3
@@ -128,7 +128,7 @@ def taken(tool: WindowedTool, steps: range) -> None:
 
 def test_a_window_waits_warms_up_and_records(tmp_path: Path) -> None:
     recorded = Recorded()
-    tool = WindowedTool("k", StepWindow(1, 1, 2), recorded, tmp_path / "trace", 100)
+    tool = WindowedTool("k", RecordedSteps(1, 1, 2), recorded, tmp_path / "trace", 100)
     taken(tool, range(1, 3))
     assert recorded.calls == [], "it was not told to begin"
     tool.go()
@@ -149,7 +149,7 @@ def test_a_window_waits_warms_up_and_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", ["prepare", "start", "begin 2", "end 2", "stop", "save"])
 def test_a_recording_that_fails_says_why_and_hurts_nothing(tmp_path: Path, fails: str) -> None:
-    tool = WindowedTool("k", StepWindow(0, 0, 2), Recorded(fails), tmp_path / "trace", 100)
+    tool = WindowedTool("k", RecordedSteps(0, 0, 2), Recorded(fails), tmp_path / "trace", 100)
     tool.go()
     taken(tool, range(1, 4))
     tool.save()
@@ -159,7 +159,7 @@ def test_a_recording_that_fails_says_why_and_hurts_nothing(tmp_path: Path, fails
 
 
 def test_what_nobody_begins_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = WindowedTool("k", StepWindow(0, 0, 2), Recorded(), tmp_path / "trace", 100)
+    tool = WindowedTool("k", RecordedSteps(0, 0, 2), Recorded(), tmp_path / "trace", 100)
     assert not tool.stale
     monkeypatch.setattr(module, "ARMED_S", -1.0)
     assert tool.stale

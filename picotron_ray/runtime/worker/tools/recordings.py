@@ -15,7 +15,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.worker.tools.profiler import OnPhase, Profile
 from picotron_ray.runtime.worker.tools.step_times import StepSeconds
-from picotron_ray.runtime.worker.tools.traces import MemoryTrace, PythonTrace
+from picotron_ray.runtime.worker.tools.traces import MemoryRecording, PythonTrace
 from picotron_ray.runtime.worker.tools.window import Recording
 
 Listen = Callable[[str, OnPhase | None], None]
@@ -36,7 +36,7 @@ def recording_of(
     if kind == "times":
         return StepSeconds()
     if kind == "memory":
-        return MemoryTrace(partial(memory_bytes, device), hear)
+        return MemoryRecording(partial(memory_bytes, device), hear)
     if kind in ("call", "line"):
         return PythonTrace(lines=kind == "line", model_file=_model_file(job))
     raise ConfigError(f"trace: saw {kind!r}, expected call, line or memory")

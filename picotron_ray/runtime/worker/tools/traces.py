@@ -99,7 +99,7 @@ class PythonTrace:
         return write_events(path, self._events, self._left_out)
 
 
-class MemoryTrace:
+class MemoryRecording:
     """Memory at each phase of the recorded steps.
 
     Args:

@@ -49,7 +49,7 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepWindow:
+class RecordedSteps:
     """Steps that pass, that warm up, and that are recorded."""
 
     wait: int
@@ -66,7 +66,7 @@ class WindowedTool:
     """One recording of one rank."""
 
     def __init__(
-        self, key: str, window: StepWindow, recording: Recording, path: Path, limit_bytes: int
+        self, key: str, window: RecordedSteps, recording: Recording, path: Path, limit_bytes: int
     ) -> None:
         """
         Args:

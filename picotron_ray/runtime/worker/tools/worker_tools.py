@@ -33,7 +33,7 @@ from picotron_ray.runtime.worker.tools.breaks import Breaks
 from picotron_ray.runtime.worker.tools.looks import look
 from picotron_ray.runtime.worker.tools.profiler import OnPhase
 from picotron_ray.runtime.worker.tools.recordings import recording_of
-from picotron_ray.runtime.worker.tools.window import StepWindow, WindowedTool
+from picotron_ray.runtime.worker.tools.window import RecordedSteps, WindowedTool
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.step_sync import GO, HOLD, PATIENT, STOP
 from picotron_ray.train.step_tools import FlagsOfAll, StepTools
@@ -230,7 +230,7 @@ class WorkerTools(StepTools):
             raise ConfigError(
                 "another recording is under way; one at a time: wait for its end, and ask again"
             )
-        window = StepWindow(order["wait"], order["warmup"], order["active"])
+        window = RecordedSteps(order["wait"], order["warmup"], order["active"])
         recording = recording_of(order, self._job, self._device, self._listen, self._telemetry)
         with suppress(OSError):
             self._path.unlink(missing_ok=True)

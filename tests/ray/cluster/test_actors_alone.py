@@ -249,6 +249,8 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._calibrations = SimpleNamespace(observe=lambda memory, event, commands: None, begin=unchanged)
     made._tracking = SimpleNamespace(observe=lambda event, commands: note("tracked", event))
     made._chaos = SimpleNamespace(reached=lambda step: note("reached", step))
+    made._last_lines = SimpleNamespace(gone=lambda worker: note("gone", worker))
+    made._logs = SimpleNamespace(learn=lambda identity: None, close=lambda: None)
     made._followers = Followers()
     made.logged = []
     made._event_log = SimpleNamespace(

@@ -72,6 +72,7 @@ class Run:
         ended._options = {"owns_ray": True, "event_folder": str(self.folder)}
         ended._store = self.store
         ended._planner = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        ended._logs = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         ended._cluster = SimpleNamespace(figures=figures, heard_term=heard_term, close=close)  # type: ignore[assignment]
         ended._record = SimpleNamespace(  # type: ignore[assignment]
             summary=lambda finish: {}, done=lambda finish, summary: self.told.append(finish.status)

@@ -45,7 +45,7 @@ def lone_agent(base: Path, reserved: bool = True) -> Agent:
     DeadPage(agent._folder)
     agent._terms = SimpleNamespace(newest=lambda term: term, accept=lambda term: term, run="R")
     agent._closing, agent._node, agent._job = threading.Event(), "n1", SimpleNamespace(name="r")
-    for part in ("_guard", "_burials", "_uploads", "_shards", "_members", "_rendezvous"):
+    for part in ("_guard", "_burials", "_uploads", "_shards", "_members", "_rendezvous", "_logs"):
         ended = SimpleNamespace(
             close=lambda: None, stop=lambda: None, settle=lambda timeout_s: None, robbed=list
         )

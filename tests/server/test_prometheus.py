@@ -63,8 +63,9 @@ def discovery_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(discovery_file: Path, tmp_path: Path) -> Iterator[Watched]:
     """A run of two workers, which goes on until the test ends."""
     job = tiny_job(
-        "scraped", tmp_path / "store", steps=1_000_000, cluster={"max_workers": 2, "cpus_per_worker": 0.5}, layout={"dp": 2},
-        checkpoint={"interval_steps": 500}, evaluate={"interval_steps": 500, "samples": 2},
+        "scraped", tmp_path / "store", steps=1_000_000, cluster={"max_workers": 2, "cpus_per_worker": 0.5},
+        layout={"dp": 2}, checkpoint={"interval_steps": 500},
+        evaluate={"interval_steps": 500, "samples": 2},
     )  # fmt: skip
     watched = start(job)
     watched.until(lambda s: s["committed"] and s["eval_loss"] and s["metrics"])

@@ -109,7 +109,7 @@ def test_faults_reach_every_transition(
         (MachineState.LEAVING, MachineState.DONE),
         (MachineState.COLLECTING, MachineState.DONE),
     }
-    unseen = {pair for pair in coverage.unseen() if MachineState.PAUSED not in pair}  # test_operated_simulator
+    unseen = {pair for pair in coverage.unseen() if MachineState.PAUSED not in pair}  # operated runs do
     assert unseen <= rare, "the end by fencing in a state that is soon over may be missed"
     for name in FAULTS:
         assert any(fault == name for _, fault in coverage.counts), f"fault {name} never struck"

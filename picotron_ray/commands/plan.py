@@ -79,6 +79,10 @@ CalibrationWord = Annotated[
 ]
 
 
+_Ways = tuple[dict[str, Any], list[str], list[str]]
+"""Of further keys what is written, and the lines before and after those of the plan."""
+
+
 def plan(
     config: SomeConfig = None,
     overrides: Overrides = None,
@@ -122,16 +126,14 @@ def plan(
         job = shape_of(config, overrides or [], gpus, named(hardware, "auto").device)
         asked = goals.goal_of(goal, goals.tokens_of(tokens), deadline, price, losing)
         devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
-        ways: dict[str, Any] = {}
-        needs: list[str] = []
-        further: list[str] = []
         if search is None:
             found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+            ways: _Ways = {}, [], []
         else:
-            found, ways, needs, further = _search_ways(job, gpus, devices, goal, search)
+            found, ways = _search_ways(job, gpus, devices, goal, search)
         run = goals.run_estimate(found, asked)
-        value = {**found.to_dict(), "goal": goal, **ways}
-        lines = [*needs, *plan_lines(found), *run_lines(run), *further]
+        value = {**found.to_dict(), "goal": goal, **ways[0]}
+        lines = [*ways[1], *plan_lines(found), *run_lines(run), *ways[2]]
         value["calibration"] = {**asdict(fixed.factors), "why": fixed.why, "file": path and str(path)}
         lines += correction_lines(fixed, path)
         if run is not None:
@@ -160,10 +162,8 @@ def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) ->
     return list(cluster_lines(size, found.hardware.device))
 
 
-def _search_ways(
-    job: Any, gpus: int, devices: Any, goal: str, search: str
-) -> tuple[Any, dict[str, Any], list[str], list[str]]:
-    """The best plan of further keys; what is written of them, and lines for before and after the plan's."""
+def _search_ways(job: Any, gpus: int, devices: Any, goal: str, search: str) -> tuple[Any, _Ways]:
+    """The best plan of further keys."""
     from picotron_ray.planner.hardware import in_precision
     from picotron_ray.planner.ways import groups_of, plan_of_ways
 
@@ -174,7 +174,7 @@ def _search_ways(
     found = plan_of_ways(
         job, gpus, lambda precision: in_precision(devices, precision), groups_of(search), time.perf_counter
     )
-    return found.best, found.to_dict(), found.headline(), found.lines()
+    return found.best, (found.to_dict(), found.headline(), found.lines())
 
 
 def _prove(found: Any, value: dict[str, Any]) -> list[str]:

@@ -22,7 +22,12 @@ JsonFile = Annotated[
     typer.Option("--json", metavar="FILE", help="also write the result to FILE, as JSON; - is stdout, alone"),
 ]
 HARDWARE, GPUS, GOAL = "h100-80g", 8, "throughput"
-Gpus = Annotated[int, typer.Option("--gpus", help="devices; they override the config's worker counts")]
+ROW_TOKENS = 4096
+"""Tokens of a row where a folder's model can have as many or more."""
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", help="devices; default: the workers that the config names, else 8"),
+]
 HardwareName = Annotated[
     str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
 ]
@@ -74,10 +79,14 @@ CalibrationWord = Annotated[
 ]
 
 
+_Ways = tuple[dict[str, Any], list[str], list[str]]
+"""Of further keys what is written, and the lines before and after those of the plan."""
+
+
 def plan(
     config: SomeConfig = None,
     overrides: Overrides = None,
-    gpus: Gpus = GPUS,
+    gpus: Gpus = None,
     hardware: HardwareName = HARDWARE,
     validate: Validate = False,
     goal: GoalWord = GOAL,
@@ -113,17 +122,18 @@ def plan(
         if config is None:
             raise ConfigError("plan: saw no config, expected a YAML file or a recipe, or --validate")
         _check_purpose(gpus, what_for, write_size)
-        job = shape_of(config, overrides or [], gpus)
+        gpus = gpus or workers_named(config, overrides or [])
+        job = shape_of(config, overrides or [], gpus, named(hardware, "auto").device)
         asked = goals.goal_of(goal, goals.tokens_of(tokens), deadline, price, losing)
         devices, fixed, path = calibrated_hardware(named(hardware, job.precision), job, gpus, calibration)
-        ways: dict[str, Any] = {}
         if search is None:
             found = goals.plan_for(job, gpus, devices, asked, time.perf_counter)
+            ways: _Ways = {}, [], []
         else:
-            found, ways, further = _search_ways(job, gpus, devices, goal, search)
+            found, ways = _search_ways(job, gpus, devices, goal, search)
         run = goals.run_estimate(found, asked)
-        value, lines = {**found.to_dict(), "goal": goal, **ways}, [*plan_lines(found), *run_lines(run)]
-        lines += further if ways else []
+        value = {**found.to_dict(), "goal": goal, **ways[0]}
+        lines = [*ways[1], *plan_lines(found), *run_lines(run), *ways[2]]
         value["calibration"] = {**asdict(fixed.factors), "why": fixed.why, "file": path and str(path)}
         lines += correction_lines(fixed, path)
         if run is not None:
@@ -140,17 +150,20 @@ def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) ->
     from picotron_ray.planner.cluster_size import cluster_size, size_patches
     from picotron_ray.planner.plan_text import cluster_lines
 
+    if write_size is not None and found.hardware.device != "cuda":
+        raise ConfigError(
+            f"--write-size: saw {found.hardware.name}, whose workers are CPUs, expected GPUs: it is a size of"
+            " the GPU overlay; leave it out"
+        )
     size = cluster_size(found)
     value["cluster"] = size.to_dict()
     if write_size is not None:
         _write(write_size, size_patches(size), "--write-size")
-    return list(cluster_lines(size))
+    return list(cluster_lines(size, found.hardware.device))
 
 
-def _search_ways(
-    job: Any, gpus: int, devices: Any, goal: str, search: str
-) -> tuple[Any, dict[str, Any], list[str]]:
-    """The best plan of further keys; what is written of them, and lines."""
+def _search_ways(job: Any, gpus: int, devices: Any, goal: str, search: str) -> tuple[Any, _Ways]:
+    """The best plan of further keys."""
     from picotron_ray.planner.hardware import in_precision
     from picotron_ray.planner.ways import groups_of, plan_of_ways
 
@@ -161,7 +174,7 @@ def _search_ways(
     found = plan_of_ways(
         job, gpus, lambda precision: in_precision(devices, precision), groups_of(search), time.perf_counter
     )
-    return found.best, found.to_dict(), found.lines()
+    return found.best, (found.to_dict(), found.headline(), found.lines())
 
 
 def _prove(found: Any, value: dict[str, Any]) -> list[str]:
@@ -183,7 +196,7 @@ def _check_alone(given: dict[str, Any]) -> None:
         raise ConfigError(
             f"plan --validate: saw {given['config']}, expected no config: it predicts published runs"
         )
-    alone = {**dict.fromkeys(given), "gpus": GPUS, "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
+    alone = {**dict.fromkeys(given), "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
     alone |= {"calibration": "auto", "dry_run": False, "validate": True, "json_file": given["json_file"]}
     other = next((name for name, value in given.items() if value != alone[name]), None)
     if other is not None:
@@ -193,8 +206,8 @@ def _check_alone(given: dict[str, Any]) -> None:
         )
 
 
-def _check_purpose(gpus: int, what_for: str, write_size: Path | None) -> None:
-    if gpus < 1:
+def _check_purpose(gpus: int | None, what_for: str, write_size: Path | None) -> None:
+    if gpus is not None and gpus < 1:
         raise ConfigError(f"--gpus: saw {gpus}, expected at least 1, such as --gpus 8")
     if what_for not in ("run", "cluster"):
         raise ConfigError(f"--for: saw {what_for}, expected run or cluster")
@@ -207,7 +220,9 @@ def analyse(
         str, typer.Argument(help="a YAML file, a packaged recipe, or a folder of Hugging Face (config.json)")
     ],
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="replicas that share the state")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="replicas that share the state; default: as for plan")
+    ] = None,
     hardware: HardwareName = HARDWARE,
     json_file: JsonFile = None,
 ) -> None:
@@ -221,24 +236,13 @@ def analyse(
         from picotron_ray.planner.analysis import analyse as analysed
         from picotron_ray.planner.hardware import hardware as named
         from picotron_ray.planner.plan_text import analysis_lines
+        from picotron_ray.runtime.run_storage.hf_files import bytes_by_dtype
 
-        if Path(config).is_dir():
-            job, held = _of_folder(Path(config), overrides or [])
-        else:
-            job, held = shape_of(config, overrides or [], gpus), None
+        gpus = gpus or workers_named(config, overrides or [])
+        job = shape_of(config, overrides or [], gpus)
+        held = bytes_by_dtype(Path(config)) if Path(config).is_dir() else None
         found = analysed(job, gpus, named(hardware, job.precision), held)
         _show(analysis_lines(found), found.to_dict(), json_file)
-
-
-def _of_folder(folder: Path, overrides: list[str]) -> tuple[Any, dict[str, int]]:
-    """The job of a checkpoint's model, and the bytes of its files by dtype."""
-    from picotron_ray.config.load import parse_job
-    from picotron_ray.runtime.run_storage import hf_import
-    from picotron_ray.runtime.run_storage.hf_files import bytes_by_dtype
-
-    model = hf_import.model_section(folder)
-    raw = {"model": model, "data": {"source": "memmap", "path": "unread"}}
-    return parse_job(raw, overrides), bytes_by_dtype(folder)
 
 
 def _validate(json_file: str | None) -> None:
@@ -251,20 +255,52 @@ def _validate(json_file: str | None) -> None:
     _show(lines, {**found.to_dict(), **memory_dict(memory)}, json_file)
 
 
-def shape_of(config: str, overrides: list[str], gpus: int) -> Any:
-    """The job of a config on so many devices, of which only the shape matters.
+def workers_named(config: str, overrides: list[str]) -> int:
+    """``cluster.max_workers`` where the config or an override says it; else `GPUS`."""
+    from picotron_ray.config.load import read_source
+
+    cluster = {} if Path(config).is_dir() else read_source(config).get("cluster")
+    named = [cluster.get("max_workers")] if isinstance(cluster, dict) else []
+    named += [word.partition("=")[2] for word in overrides if word.startswith("cluster.max_workers=")]
+    digits = str(named[-1]) if named else ""
+    return int(digits) if digits.isdecimal() and int(digits) else GPUS
+
+
+def shape_of(config: str, overrides: list[str], gpus: int, device: str | None = None) -> Any:
+    """The job of a config, or of a Hugging Face folder, on so many devices; of it only the shape matters.
 
     A data path that it leaves open is not missed, and its own worker counts and faults do not count.
     """
-    from picotron_ray.config.load import load_job, read_source
+    from picotron_ray.config.load import load_job, parse_job
+
+    alone = ["chaos=[]", f"cluster.max_workers={gpus}", "cluster.min_workers=1"]
+    alone += [f"cluster.device={device}"] if device else []
+    if Path(config).is_dir():
+        return parse_job(_of_folder(Path(config)), [*overrides, *alone])
+    return load_job(config, [*overrides, *_unread(config, overrides), *alone])
+
+
+def _unread(config: str, overrides: list[str]) -> list[str]:
+    """An override for the data path where the config leaves it open."""
+    from picotron_ray.config.load import read_source
 
     data = read_source(config).get("data")
     given = isinstance(data, dict) and data.get("path")
     named = any(word.partition("=")[0] in ("data.path", "data") for word in overrides)
     memmap = isinstance(data, dict) and data.get("source", "stdlib") != "stdlib"
-    unread = ["data.path=unread"] if memmap and not given and not named else []
-    alone = ["chaos=[]", f"cluster.max_workers={gpus}", "cluster.min_workers=1"]
-    return load_job(config, [*overrides, *unread, *alone])
+    return ["data.path=unread"] if memmap and not given and not named else []
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    """A config for the model of a Hugging Face folder, in its precision and with rows of a common length."""
+    from picotron_ray.runtime.run_storage import hf_files, hf_import
+
+    keys = hf_files.read_config(folder)
+    longest = keys.get("max_position_embeddings") or keys.get("n_positions") or ROW_TOKENS
+    dtype = keys.get("dtype") or keys.get("torch_dtype")
+    data = {"source": "memmap", "path": "unread", "sequence_length": min(ROW_TOKENS, longest)}
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype), "fp32")
+    return {"model": hf_import.model_section(folder), "precision": precision, "data": data}
 
 
 def _show(lines: Iterable[str], value: dict[str, Any], json_file: str | None) -> None:

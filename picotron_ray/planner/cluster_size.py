@@ -71,7 +71,8 @@ def cluster_size(plan: PlanReport) -> ClusterSize:
     shm = OBJECT_STORE_BYTES + workers * job.snapshot.slots * slot
     estimate = memory_estimate(job, layout)
     offloaded = int(estimate.host_state_bytes + estimate.host_activation_bytes)
-    cpus = max(CPUS_PER_GPU, math.ceil(job.cluster.cpus_per_worker))
+    least = CPUS_PER_GPU if plan.hardware.device == "cuda" else 1
+    cpus = max(least, math.ceil(job.cluster.cpus_per_worker))
     step_s = plan.best.cost.total_s
     commit = _commit_bytes(plan)
     commits = DAY_S / (step_s * job.checkpoint.interval_steps)

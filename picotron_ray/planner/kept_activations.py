@@ -150,16 +150,32 @@ def stage_end_bytes(job: JobConfig, layout: Layout, rank: int, flying: float) ->
     torch's pipelines allocate a buffer for every micro-batch of a step and every neighbour on another rank.
     The input of a stage's first block lies in such a buffer.
     """
-    sizes = sizes_of(job.model)
-    tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
-    hidden = tokens * sizes.hidden * STATE_BYTES[job.precision] / (layout.tp if sizes.sequence_cut else 1)
-    stages = layout.rank_stages(rank)
+    hidden = _stage_output_bytes(job, layout)
     if layout.pp == 1:
         return hidden
-    count, mine = layout.micro_batches(job.data.global_batch), set(stages)
-    before = sum(stage > 0 and stage - 1 not in mine for stage in stages)
-    after = sum(stage < layout.stages - 1 and stage + 1 not in mine for stage in stages)
-    return hidden * (count * (before + after) + flying - min(flying, count) * before / len(stages))
+    count, before = layout.micro_batches(job.data.global_batch), _neighbours(layout, rank)[0]
+    own = flying - min(flying, count) * before / len(layout.rank_stages(rank))
+    return receive_bytes(job, layout, rank) + hidden * own
+
+
+def receive_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Bytes of the buffers that stages receive into: one for every micro-batch and remote neighbour."""
+    count = layout.micro_batches(job.data.global_batch)
+    return _stage_output_bytes(job, layout) * count * sum(_neighbours(layout, rank))
+
+
+def _stage_output_bytes(job: JobConfig, layout: Layout) -> float:
+    sizes = sizes_of(job.model)
+    tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
+    return tokens * sizes.hidden * STATE_BYTES[job.precision] / (layout.tp if sizes.sequence_cut else 1)
+
+
+def _neighbours(layout: Layout, rank: int) -> tuple[int, int]:
+    """Number of stages before and after those of a pipeline rank that are on other ranks."""
+    stages = layout.rank_stages(rank)
+    before = sum(stage > 0 and stage - 1 not in stages for stage in stages)
+    after = sum(stage < layout.stages - 1 and stage + 1 not in stages for stage in stages)
+    return before, after
 
 
 def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
+from picotron_ray.planner.kept_activations import receive_bytes
 from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 
@@ -11,18 +12,21 @@ from picotron_ray.planner.model_sizes import blocks_again
 def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, float]:
     """Estimated bytes of a pipeline rank by cause, and their total at the fullest moment of a step.
 
-    ``buffers`` are what ZeRO gathers and gradients that are not yet reduced. The optimizer's update has
-    temporaries of its own, at a time when no activations live; the total has whichever is more.
+    ``buffers`` are what ZeRO gathers and gradients that are not yet reduced, ``received`` those into which a
+    pipeline receives, one for each micro-batch. The optimizer's update has temporaries of its own, at a time
+    when no activations live; the total has whichever is more.
     """
     again = blocks_again(job, layout, rank)
     estimate = rank_memory(job, layout, rank, again)
     bare = job.optimizer.model_copy(update={"name": "sgd", "offload": False, "moments": "full"})
     plain = rank_memory(job.model_copy(update={"optimizer": bare}), layout, rank, again)
+    received = receive_bytes(job, layout, rank)
     return {
         "weights": plain.state_bytes / 2,
         "gradients": plain.state_bytes / 2,
         "optimizer": estimate.state_bytes - plain.state_bytes,
-        "activations": estimate.activation_bytes,
+        "activations": estimate.activation_bytes - received,
+        "received": received,
         "buffers": estimate.gathered_bytes,
         "update": estimate.update_bytes,
         "total": estimate.total_bytes,

@@ -20,7 +20,7 @@ from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
-from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, workers_that_do
+from picotron_ray.planner.refusal import most_looked_at, offloading_that_does, why_none, workers_that_do
 from picotron_ray.planner.routes import AxisRoute, routes_of
 from picotron_ray.planner.search import distinct, why_dearer
 
@@ -248,9 +248,10 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
     roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
     gigabytes = 0.1 * hardware.device_bytes / 1e9
     one = "GPU" if hardware.device == "cuda" else "worker"
+    machine = "" if not hardware.cores or gpus % hardware.node_size else " on one more such machine"
     bought = []
     for what, count, profile, above in (
-        (f"{more - gpus} more {one}{'s' if more - gpus > 1 else ''}", more, hardware.profile, gpus),
+        (f"{more - gpus} more {one}{'s' if more - gpus > 1 else ''}{machine}", more, hardware.profile, gpus),
         (f"{gigabytes:.3g} GB more a {one}", gpus, roomier, 0),
     ):
         found = _search(job, count, hardware, profile, 1, step_s, above).found
@@ -263,12 +264,18 @@ def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
     if enough is None:
-        looked = f"no number up to {MOST} {hardware.name} would do: " if gpus < MOST else ""
-        text = f"; {looked}take larger ones, or a smaller model"
+        most = most_looked_at(gpus)
+        none = f"no number up to {most} {hardware.name} would do: " if gpus < most else ""
+        text = f"; {none}take larger ones, or a smaller model"
+    elif hardware.cores:
+        machines = -(-enough // hardware.node_size)
+        text = f"; {enough} workers on {machines} machines such as {hardware.name} would do"
     else:
         text = f"; {enough} {hardware.name} would do"
     keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""
-    return f"{text}; so would {keys} on {gpus}" if keys else text
+    if not keys:
+        return text
+    return f"; {keys} would do on {gpus}" if enough is None else f"{text}; so would {keys} on {gpus}"
 
 
 def fullest_rank(job: JobConfig, layout: Layout) -> int:

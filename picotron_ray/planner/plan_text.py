@@ -13,7 +13,7 @@ from picotron_ray.planner.published.memory import StageMemory, memory_dict
 from picotron_ray.planner.published.sources import SOURCES
 from picotron_ray.planner.published.validate import Prediction, Validation
 
-CAUSES = ("weights", "gradients", "optimizer", "activations", "buffers", "update")
+CAUSES = ("weights", "gradients", "optimizer", "activations", "received", "buffers", "update")
 
 
 def plan_lines(plan: PlanReport) -> Iterator[str]:
@@ -68,11 +68,12 @@ def run_lines(run: RunEstimate | None) -> Iterator[str]:
         yield f"the run    {said_hours(run.hours)}{price}"
 
 
-def cluster_lines(size: ClusterSize) -> Iterator[str]:
+def cluster_lines(size: ClusterSize, device: str) -> Iterator[str]:
     """The cluster that a plan needs."""
-    gib = 2**30
+    gib, kind = 2**30, "GPUs" if device == "cuda" else "workers"
     spare = f" and {size.spares} spare" if size.spares else ""
-    yield f"cluster    {size.nodes} nodes of {size.workers_per_node} GPUs{spare}, each with {size.cpus} CPUs"
+    nodes = f"{size.nodes} node{'s' if size.nodes > 1 else ''} of {size.workers_per_node} {kind}{spare}"
+    yield f"cluster    {nodes}, each with {size.cpus} CPUs"
     yield (
         f"           ({size.cpus_per_worker} a worker), {size.host_bytes / gib:,.0f} GiB of memory, of it"
         f" {size.shm_bytes / gib:,.0f} GiB in /dev/shm"

@@ -24,7 +24,12 @@ from picotron_ray.planner.memory_floor import memory_floor
 from picotron_ray.planner.model_sizes import blocks_again
 from picotron_ray.planner.recompute_search import leanest
 
-MOST = 512
+LEAST, MOST = 512, 2048
+
+
+def most_looked_at(workers: int) -> int:
+    """The largest number of workers that is looked at where ``workers`` do not do: a search takes seconds."""
+    return max(LEAST, min(4 * workers, MOST))
 
 
 def leanest_bytes(job: JobConfig, workers: int) -> float:
@@ -56,14 +61,14 @@ def lean_layouts(job: JobConfig, workers: int, above: int = 0) -> Iterator[Layou
 def workers_that_do(job: JobConfig, workers: int, profile: DeviceProfile, node_size: int = 1) -> int | None:
     """The fewest workers above ``workers`` on which a layout fits: some of one node, else whole nodes.
 
-    None where no number up to 512 would do; larger ones are not looked at. On more workers some may idle, so
+    None where no number up to `most_looked_at` would do. On more workers some may idle, so
     the fewest are found by bisection. Sizes on which even an equal share of what ``workers`` need together
     would not fit are passed over.
     """
     room = budget_bytes(job, profile.memory_bytes)
     total = min((_needs_together(job, one) for one in lean_layouts(job, workers)), default=0.0)
     parts = range(max(0, workers) + 1, node_size)
-    nodes = range(node_size * (workers // node_size + 1), MOST + 1, node_size)
+    nodes = range(node_size * (workers // node_size + 1), most_looked_at(workers) + 1, node_size)
     sizes = [count for count in (*parts, *nodes) if total / count <= room]
     tried, good, step = -1, len(sizes), 1  # no size up to ``tried`` would do, that at ``good`` does
     while good - tried > 1:

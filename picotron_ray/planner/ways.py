@@ -71,8 +71,17 @@ class WaysFound:
             "ways_tried": self.tried,
         }
 
+    def headline(self) -> list[str]:
+        """The keys that the plan needs and the config does not say; nothing where there are none."""
+        keys = " ".join(f"{key}={value}" for key, value in self.ways[0].settings)
+        return [f"needs      {keys}"] if keys else []
+
     def lines(self) -> list[str]:
-        return [f"of {self.tried} ways to run it, the fastest:", *(f"  {way}" for way in self.ways[:SHOWN])]
+        fits = f", of which {len(self.ways)} fit" if len(self.ways) < self.tried else ""
+        return [
+            f"of {self.tried} ways to run it{fits}, the fastest:",
+            *(f"  {way}" for way in self.ways[:SHOWN]),
+        ]
 
 
 def groups_of(text: str) -> list[str]:

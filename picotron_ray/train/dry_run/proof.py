@@ -49,15 +49,18 @@ class PlanProof:
 
     Fields:
         micro_batches, of: micro-batches that were stepped, of those of the whole step.
+        whole_peak: predicted bytes of the fullest rank in the whole step.
     """
 
     ranks: tuple[RankProof, ...]
     micro_batches: int
     of: int
+    whole_peak: float
 
     def to_dict(self) -> dict[str, Any]:
         ranks = [one.to_dict() for one in self.ranks]
-        return {"ranks": ranks, "micro_batches": self.micro_batches, "of_micro_batches": self.of}
+        steps = {"micro_batches": self.micro_batches, "of_micro_batches": self.of}
+        return {"ranks": ranks, **steps, "whole_peak": self.whole_peak}
 
     def lines(self) -> list[str]:
         """The proof as text."""
@@ -74,6 +77,13 @@ class PlanProof:
                 for axis in AXES
                 if one.predicted_sent[axis] or one.traced_sent[axis]
             ]
+        more = self.whole_peak - max(one.predicted_peak for one in self.ranks)
+        if more > 0.01 * self.whole_peak:
+            further = self.of - self.micro_batches
+            found.append(
+                f"  the whole step's fullest rank is predicted at {self.whole_peak / 1e9:.3g} GB:"
+                f" {more / 1e9:.3g} GB more, of {further} further micro-batches' buffers, not traced"
+            )
         return found
 
 
@@ -88,12 +98,13 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     """
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
     whole = layout.micro_batches(job.data.global_batch)
-    count = min(whole, PASSES * layout.pp)
+    count, ranks = min(whole, PASSES * layout.pp), _ranks(job, layout)
+    peak = max(_predicted(job, layout, rank) for rank in range(layout.pp))
     if count < whole and not layout.replica_rows and not job.layout.actions:
         rows = layout.dp * layout.micro_batch * count
         job = job.model_copy(update={"data": job.data.model_copy(update={"global_batch": rows})})
-    proofs = tuple(_rank_proof(job, layout, rank) for rank in _ranks(job, layout))
-    return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole)
+    proofs = tuple(_rank_proof(job, layout, rank) for rank in ranks)
+    return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole, peak)
 
 
 def _ranks(job: JobConfig, layout: Layout) -> list[int]:

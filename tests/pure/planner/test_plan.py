@@ -62,7 +62,7 @@ def test_figures_of_a_plan_by_hand() -> None:
     for rank in found["breakdown"]["memory_bytes"]:
         state = rank["weights"] + rank["gradients"] + rank["optimizer"]
         assert rank["total"] == pytest.approx(
-            state + max(rank["activations"] + rank["buffers"], rank["update"])
+            state + max(rank["activations"] + rank["received"] + rank["buffers"], rank["update"])
         )
 
 

@@ -18,7 +18,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     inside = ", inside its quartiles" if found["chosen_in_quartiles"] else ""
     return [
         *rows,
-        f"measured over predicted: {median(ratios):.2f} in the middle, {min(ratios):.2f} to {max(ratios):.2f}",
+        f"measured over predicted: median {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         f"rank correlation {correlation:.3f}" if correlation is not None else "no rank correlation",
         f"the planner takes {found['chosen']}: {100 * found['chosen_within']:+.1f} % of the fastest,"
         f" {found['fastest']}{inside}",

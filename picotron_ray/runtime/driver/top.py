@@ -46,8 +46,8 @@ def watch(run: str, interval_s: float, once: bool, console: Console) -> None:
     """Show a run's ranks, live on a terminal; raises as `statuses`."""
     if once or not console.is_terminal:
         for seen in statuses(run, interval_s, once):
-            console.print(top_view(seen), soft_wrap=True)
+            console.print(top_view(seen, console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         for seen in statuses(run, interval_s, once):
-            live.update(top_view(seen), refresh=True)
+            live.update(top_view(seen, console.width), refresh=True)

@@ -14,6 +14,9 @@ from picotron_ray.runtime.driver.console import number, progress_line
 
 MOST_ROWS = 20
 """Ranks that are shown; of more, the slowest."""
+WIDE = 150
+"""Columns of a terminal from which all phases are shown."""
+WORDS = ("worker", "node", "now", "slow in", "longest")
 SLOW_RATIO = 1.2
 """Own seconds over the median from which a rank is marked."""
 
@@ -70,28 +73,45 @@ def summary_text(status: dict[str, Any]) -> list[str]:
     return lines
 
 
-def top_view(status: dict[str, Any]) -> Group:
-    """Return what is shown of a status."""
+def top_view(status: dict[str, Any], width: int = WIDE) -> Group:
+    """Return what is shown of a status on so many columns: all phases from `WIDE` on, else the longest."""
     rows = top_rows(status)
     grid = Table(expand=False, pad_edge=False, box=None)
-    heads = ("rank", "worker", "node", "now", "score", "slow in", "step s")
-    for head in (*heads, *STEP_PHASES, "busy", "peak"):
-        grid.add_column(head, justify="left" if head in heads[1:4] or head == "slow in" else "right")
-    for row in rows:
+    cells = [(_cells if width >= WIDE else _few_cells)(row) for row in rows]
+    for head in cells[0] if cells else ():
+        grid.add_column(head, justify="left" if head in WORDS else "right", no_wrap=True)
+    for row, shown in zip(rows, cells, strict=True):
         slow = row["score"] is not None and row["score"] >= SLOW_RATIO
-        grid.add_row(*_cells(row), style="bold yellow" if slow else "")
+        grid.add_row(*shown.values(), style="bold yellow" if slow else "")
     ranks = (status["telemetry"] or {}).get("ranks") or len(status["members"])
     more = [Text(f"and {ranks - len(rows)} faster ranks", "dim")] if ranks > len(rows) else []
     return Group(*(Text(line) for line in summary_text(status)), grid, *more)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    phases = [number(row["phase_s"][phase], ".3f") for phase in STEP_PHASES]
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """Texts of a rank by the head of their column."""
     peak = row["peak_bytes"]
     memory = "-" if peak is None else f"{peak / 2**30:.2f} GiB"
     share = "" if row["memory_ratio"] is None else f" {row['memory_ratio']:.0%}"
-    return [
-        *(str(row["rank"]), row["worker"], row["node"], row["now"], number(row["score"], ".2f")),
-        *(row["slow_in"], number(row["step_s"], ".3f"), *phases),
-        *(number(row["utilization_ratio"], ".0%"), memory + share),
-    ]
+    return {
+        "rank": str(row["rank"]),
+        "worker": row["worker"],
+        "node": row["node"],
+        "now": row["now"],
+        "score": number(row["score"], ".2f"),
+        "slow in": row["slow_in"],
+        "step s": number(row["step_s"], ".3f"),
+        **{phase: number(row["phase_s"][phase], ".3f") for phase in STEP_PHASES},
+        "busy": number(row["utilization_ratio"], ".0%"),
+        "peak": memory + share,
+    }
+
+
+def _few_cells(row: dict[str, Any]) -> dict[str, str]:
+    """As `_cells` for a narrow terminal: of the phases the longest, and no node."""
+    cells = _cells(row)
+    seconds = {phase: taken for phase, taken in row["phase_s"].items() if taken is not None}
+    longest = max(seconds, key=lambda phase: seconds[phase], default=None)
+    shown = {head: text for head, text in cells.items() if head not in (*STEP_PHASES, "node", "busy", "peak")}
+    shown["longest"] = "-" if longest is None else f"{longest} {seconds[longest]:.3f}"
+    return {**shown, "busy": cells["busy"], "peak": cells["peak"]}

@@ -35,9 +35,9 @@ def status_of(ranks: int, slow: int | None, waits_seen: bool = True) -> dict[str
     return record.status(0, most_pages=256)
 
 
-def shown(status: dict[str, Any]) -> str:
+def shown(status: dict[str, Any], width: int = 240) -> str:
     out = io.StringIO()
-    Console(file=out, width=240).print(top_view(status))
+    Console(file=out, width=width).print(top_view(status, width))
     return out.getvalue()
 
 
@@ -52,6 +52,13 @@ def test_of_a_thousand_ranks_the_slowest_are_shown_and_a_summary() -> None:
     assert "1000 ranks, a step 2 s" in text
     assert "and 980 faster ranks" in text
     assert len(text.splitlines()) < MOST_ROWS + 8
+
+
+def test_on_a_narrow_terminal_a_rank_has_its_longest_phase() -> None:
+    line = next(line for line in shown(status_of(4, slow=2), 80).splitlines() if "w2" in line)
+    words = "2 w2 2.80 forward 2.000 forward 1.400 50% 3.00 GiB 75%".split()
+    assert line.split() == words
+    assert len(line.rstrip()) <= 80
 
 
 def test_without_a_round_ranks_are_shown_by_their_heartbeats() -> None:

@@ -20,7 +20,7 @@ from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
-from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, workers_that_do
+from picotron_ray.planner.refusal import MOST, offloading_that_does, why_none, without_budget, workers_that_do
 from picotron_ray.planner.routes import AxisRoute, routes_of
 from picotron_ray.planner.search import distinct, why_dearer
 
@@ -262,6 +262,8 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
 def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
+    if enough is None and without_budget(job, hardware.profile) is not None:
+        return f"; with that key no number of {hardware.name} that was looked at would do"
     if enough is None:
         looked = f"no number up to {MOST} {hardware.name} would do: " if gpus < MOST else ""
         text = f"; {looked}take larger ones, or a smaller model"

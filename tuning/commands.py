@@ -62,6 +62,7 @@ Axes = Annotated[
 Keep = Annotated[bool, typer.Option("--keep-weights", help="leave the commits of ended trials in storage")]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
+InTurns = Annotated[int | None, typer.Option("--concurrent", help="trials at once")]
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="write what results.json holds to FILE; - is stdout, alone"),
@@ -143,7 +144,7 @@ def batch(
     overrides: Overrides = None,
     name: Name = None,
     steps: Steps = 10,
-    concurrent: Concurrent = 1,
+    concurrent: InTurns = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Micro-batches by doubling: the fastest, and the largest that trains.

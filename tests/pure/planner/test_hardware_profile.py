@@ -26,6 +26,7 @@ from picotron_ray.planner.hardware_profile import (
     outliers,
 )
 from picotron_ray.planner.plan import plan
+from picotron_ray.planner.profile_text import profile_lines
 
 
 def products(flops: float, half: float, dtype: str = "fp32") -> list[dict[str, Any]]:
@@ -133,6 +134,21 @@ def test_a_plan_takes_the_file(tmp_path: Path) -> None:
     assert found.job.precision == "fp32"
     assert found.best.layout.world_size <= 2
     assert found.hardware.origin == "measured on CPU core, 1 nodes"
+
+
+def test_a_probe_says_what_it_found_and_what_to_type_next(tmp_path: Path) -> None:
+    messages = [{"link": "loopback", "size": n, "seconds": 1e-5 + n / 2e9} for n in (10**3, 10**6)]
+    both = [*products(5e10, 40.0), *products(2e10, 40.0, "bf16")]
+    found = load_profile(stored(tmp_path, messages=messages, matmuls=both, cuts=["left out: fp64"]))
+    assert list(profile_lines(found, "my here.json")) == [
+        "matrix products of large shapes: bf16 0.02 TFLOP/s, fp32 0.05 TFLOP/s a worker",
+        "memory: 10 GB/s a worker, 10 GB/s one thread of the host",
+        "a message over loopback: 10 us and 2 GB/s",
+        "left out: fp64",
+        "written to my here.json; next: picotron-ray plan CONFIG --gpus 2 --hardware 'my here.json'",
+    ]
+    (*_, last) = profile_lines(found, "here")
+    assert last.endswith("--hardware here, once its name ends in .json")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from picotron_ray.planner.hardware_profile import HardwareProfile, matmul_fit
 
 
 def profile_lines(found: HardwareProfile, path: str) -> Iterator[str]:
-    """What a probe found and wrote to a file: rates, links, what it left out, and what to type next."""
+    """Lines on a profile that was written: rates, links, what the probe left out, and what to type next."""
     yield f"matrix products of large shapes: {', '.join(_rates(found))} a worker"
     device = f"{found.memory_bytes_s / 1e9:.3g} GB/s a worker"
     yield f"memory: {device}, {found.host_bytes_s / 1e9:.3g} GB/s one thread of the host"

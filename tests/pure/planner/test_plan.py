@@ -165,7 +165,7 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
         (
             ("plan", "quickstart", "layout.memory_budget_gib=0.001"),
             "raise layout.memory_budget_gib to at least 0.0041, add workers, or make the model smaller; with"
-            " that key no number of h100-80g that was looked at would do",
+            " that key no number of workers that was looked at would do",
         ),
         (("plan", "tiny", "layout.tp=3"), "layout.tp: saw 3, which does not divide"),
         (("plan", "tiny", "--json", "/nowhere/x.json"), "--json: cannot write /nowhere/x.json"),

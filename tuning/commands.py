@@ -40,7 +40,7 @@ KINDS = ("layout", "hparams", "batch", "lr")
 
 Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
 Trials = Annotated[int, typer.Option(help="most trials")]
-Members = Annotated[int, typer.Option("--trials", help="most trials; pbt, pb2: by default the population")]
+Members = Annotated[int, typer.Option("--trials", help="most trials; left out with pbt, pb2: the population")]
 Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
 Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")]
 Scheduler = Annotated[

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.load import load_job
+from picotron_ray.planner.cluster_size import cluster_size
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.plan import PlanReport, Purchase, plan, without_zero_twins
-from picotron_ray.planner.plan_text import plan_lines
+from picotron_ray.planner.plan_text import cluster_lines, plan_lines
 
 H100 = hardware("h100-80g")
 
@@ -31,6 +32,11 @@ def test_a_small_models_bytes_are_in_megabytes() -> None:
     assert any(line.startswith(f"  pp rank 0: {found.by_rank[0]['total'] / 1e6:.3g} MB = ") for line in lines)
     assert any("  0.806 M parameters; " in line for line in lines)
     assert not any("0.0 GB" in line for line in lines)
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    lines = "\n".join(cluster_lines(cluster_size(planned("quickstart", 1))))
+    assert "cluster    1 node of 1 GPU, each with" in lines
 
 
 def test_what_buys_nothing_is_said_once() -> None:

@@ -40,7 +40,7 @@ KINDS = ("layout", "hparams", "batch", "lr")
 
 Name = Annotated[str | None, typer.Option(help="of the study; default: the config's, with -KIND")]
 Trials = Annotated[int, typer.Option(help="most trials")]
-Members = Annotated[int, typer.Option("--trials", help="most trials; pbt, pb2: by default the population")]
+Members = Annotated[int, typer.Option("--trials", help="most trials; left out with pbt, pb2: the population")]
 Steps = Annotated[int, typer.Option(help="optimizer steps of a trial")]
 Search = Annotated[str, typer.Option(help="grid, random, tpe, cma-es, nsga-ii, pbt or pb2")]
 Scheduler = Annotated[
@@ -62,6 +62,7 @@ Axes = Annotated[
 Keep = Annotated[bool, typer.Option("--keep-weights", help="leave the commits of ended trials in storage")]
 Seed = Annotated[int, typer.Option(help="of the searcher")]
 Concurrent = Annotated[int | None, typer.Option(help="trials at once; default: as many as fit")]
+InTurns = Annotated[int | None, typer.Option("--concurrent", help="trials at once")]
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="write what results.json holds to FILE; - is stdout, alone"),
@@ -143,7 +144,7 @@ def batch(
     overrides: Overrides = None,
     name: Name = None,
     steps: Steps = 10,
-    concurrent: Concurrent = 1,
+    concurrent: InTurns = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Micro-batches by doubling: the fastest, and the largest that trains.

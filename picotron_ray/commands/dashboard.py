@@ -24,7 +24,7 @@ def dashboard(
     run: Run = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: any that is free")] = PORT,
     host: Annotated[
-        str, typer.Option(help="address to listen on; the default serves this machine alone")
+        str, typer.Option(help="address to listen on; as it is, this machine alone is served")
     ] = "127.0.0.1",
     allow_host: Annotated[
         list[str] | None,

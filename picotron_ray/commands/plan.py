@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,7 +111,7 @@ def plan(
     Example: picotron-ray plan llama-3-8b --gpus 64 --hardware h100-80g
     """
     given = locals()
-    with reported(json_file == "-"):
+    with reported(json_file == "-"), by_gpus(gpus):
         if validate:
             _check_alone(given)
             _validate(json_file)
@@ -232,7 +234,7 @@ def analyse(
 
     Example: picotron-ray analyse llama-3-8b --gpus 64
     """
-    with reported(json_file == "-"):
+    with reported(json_file == "-"), by_gpus(gpus):
         from picotron_ray.planner.analysis import analyse as analysed
         from picotron_ray.planner.hardware import hardware as named
         from picotron_ray.planner.plan_text import analysis_lines
@@ -253,6 +255,21 @@ def _validate(json_file: str | None) -> None:
     found, memory = validate(), stage_memories()
     lines = [*validation_lines(found), *memory_validation_lines(memory)]
     _show(lines, {**found.to_dict(), **memory_dict(memory)}, json_file)
+
+
+@contextmanager
+def by_gpus(gpus: int | None) -> Iterator[None]:
+    """Name ``--gpus`` in refusals, where they name the worker count that `shape_of` sets by it."""
+    try:
+        yield
+    except ConfigError as error:
+        number = r"\d+" if gpus is None else gpus
+        asked = re.compile(rf"(?<=raise )cluster\.max_workers\b|cluster\.max_workers={number}\b")
+        lines = [
+            asked.sub(lambda found: found[0].replace("cluster.max_workers", "--gpus").replace("=", " "), line)
+            for line in error.problems
+        ]
+        raise type(error)(*lines) from None
 
 
 def workers_named(config: str, overrides: list[str]) -> int:

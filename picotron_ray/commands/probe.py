@@ -80,13 +80,14 @@ def _show(found: HardwareProfile, out: Path | None, alone: bool) -> None:
     if alone:
         print(found.model_dump_json(), flush=True)
         return
+    from picotron_ray.planner.profile_text import profile_lines
+
     text = found.model_dump_json(indent=1)
     if out is None:
         print(text)
     else:
         out.write_text(text + "\n", encoding="utf-8")
-    links = [f"a message over {link}: {fit}" for link, fit in found.links().items()] if out else []
-    for line in (*links, *found.outliers, *found.cuts):
+    for line in profile_lines(found, str(out)) if out else (*found.outliers, *found.cuts):
         print(line)
 
 

@@ -35,6 +35,21 @@ ALIASES = {
     "dtype": "precision",
     "bucket": "storage.url",
     "run": "name",
+    "tensor_parallel": "layout.tp",
+    "tensor_parallel_size": "layout.tp",
+    "pipeline_parallel": "layout.pp",
+    "pipeline_parallel_size": "layout.pp",
+    "data_parallel": "layout.dp",
+    "data_parallel_size": "layout.dp",
+    "context_parallel": "layout.cp",
+    "context_parallel_size": "layout.cp",
+    "expert_parallel": "layout.ep",
+    "expert_parallel_size": "layout.ep",
+    "layout.tensor": "layout.tp",
+    "layout.pipeline": "layout.pp",
+    "layout.data": "layout.dp",
+    "layout.expert": "layout.ep",
+    "layout.experts": "layout.ep",
 }
 
 _TYPES = {
@@ -106,8 +121,9 @@ def _number(bound: float) -> str:
 def nearest_key(key: str) -> str | None:
     """The valid key that a mistyped one most likely means, or None.
 
-    Looks in this order: a sibling spelt alike, the same name in another section, a name of another
-    trainer, any key spelt alike.
+    Looks in this order: a name of another trainer for a key of its section, the same name in one other
+    section alone, a sibling spelt alike, the same name in some section, a name of another trainer, any key
+    spelt alike.
     """
     keys = [known for known in key_schemas() if ".*" not in known]
     section, _, leaf = key.rpartition(".")
@@ -115,6 +131,11 @@ def nearest_key(key: str) -> str | None:
     by_leaf: dict[str, str] = {}
     for known in keys:
         by_leaf.setdefault(known.rpartition(".")[2], known)
+    meant = ALIASES.get(key) or ALIASES.get(leaf, "")
+    if section and meant.rpartition(".")[0] == section:
+        return meant
+    if only := only_key(leaf):
+        return only
     if close := _closest(leaf, [known.rpartition(".")[2] for known in siblings], cutoff=0.6):
         return f"{section}.{close}" if section else close
     if leaf in by_leaf:
@@ -124,6 +145,20 @@ def nearest_key(key: str) -> str | None:
     if close := _closest(leaf, list(by_leaf)):
         return by_leaf[close]
     return _closest(key, keys)
+
+
+def only_key(leaf: str) -> str | None:
+    """The one value among all keys, sections left out, whose last word this is; None for none or several.
+
+    >>> only_key("memory_margin"), only_key("name")
+    ('layout.memory_margin', None)
+    """
+    found = [
+        key
+        for key, schema in key_schemas().items()
+        if ".*" not in key and key.rpartition(".")[2] == leaf and "$ref" not in schema
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _closest(word: str, candidates: list[str], cutoff: float = 0.7) -> str | None:

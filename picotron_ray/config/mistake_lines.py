@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from picotron_ray.config.json_schema import allowed, key_schemas, nearest_key, schema_key
+from picotron_ray.config.json_schema import allowed, key_schemas, nearest_key, only_key, schema_key
 from picotron_ray.config.storage_urls import redact
 
 Place = tuple[str | int, ...]
@@ -31,6 +31,8 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
         # The value is not repeated: a key that we do not know may hold a secret.
         place, section = schema_key(path[:-1]), dotted(path[:-1])
         suggestion = (nearest_key(schema_key(path)) or "").replace(f"{place}.", f"{section}.")
+        if elsewhere := _of_another_section(_at(raw, path), suggestion):
+            return f"{key}.{elsewhere.rpartition('.')[2]}: saw an unknown key, did you mean {elsewhere}?"
         hint = f"did you mean {suggestion}?" if suggestion else "see `picotron-ray config-schema`"
         if suggestion == key:  # a dotted key inside the file
             hint = f"expected it nested, `{': {'.join(key.split('.'))}: ...`"
@@ -45,6 +47,14 @@ def mistake_line(path: Place, detail: ErrorDetails, raw: dict[str, Any]) -> str:
     saw = shown(value)
     hint = _value_hint(value, schema)
     return f"{key}: saw {saw}, expected {expected}{hint}"
+
+
+def _of_another_section(value: Any, section: str) -> str | None:
+    """The key that is meant by the only one in an unknown section, where the section meant has none such."""
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return None
+    leaf = str(*value)
+    return None if f"{section}.{leaf}" in key_schemas() else only_key(leaf)
 
 
 def _schema_of(path: Place) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -20,9 +20,17 @@ from picotron_ray.planner.cost import StepCost, step_cost
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.memory_causes import memory_by_cause
-from picotron_ray.planner.plan import TABLE, PlannedStep, PlanReport, plan, without_idle_twins
+from picotron_ray.planner.plan import (
+    TABLE,
+    PlannedStep,
+    PlanReport,
+    plan,
+    without_idle_twins,
+    without_zero_twins,
+)
 from picotron_ray.planner.refusal import lean_layouts
 from picotron_ray.planner.search import distinct
+from picotron_ray.planner.words import said_bytes
 
 GoalName = Literal["throughput", "memory", "fewest", "cheapest", "robust", "balanced"]
 CANDIDATES = 40
@@ -210,13 +218,13 @@ def _too_late(found: PlanReport, goal: Goal) -> str:
     if math.isinf(seconds):
         between = 3600 / (goal.interruptions * found.gpus)
         return (
-            f"--price: saw interruptions={goal.interruptions:g}, one each {between:.3g} s on {found.gpus}"
-            f" {found.hardware.name}, expected more than the {_interruption_s(found):.3g} s that each costs:"
-            " such a run never ends; RATE counts interruptions of one device in an hour"
+            f"--price: saw interruptions={goal.interruptions:g}, one each {between:.3g} s on"
+            f" {found.hardware.said(found.gpus)}, expected more than the {_interruption_s(found):.3g} s"
+            " that each costs: such a run never ends; RATE counts interruptions of one device in an hour"
         )
     return (
         f"--deadline: saw {goal.deadline_s / 3600:,.1f} h for {goal.tokens:.3g} tokens, expected at least"
-        f" {said_hours(seconds / 3600)}, the best of up to {found.gpus} {found.hardware.name}, in"
+        f" {said_hours(seconds / 3600)}, the best of up to {found.hardware.said(found.gpus)}, in"
         f" {found.best.layout}; raise --gpus, or the deadline"
     )
 
@@ -313,6 +321,7 @@ def _reordered(found: PlanReport, goal: Goal) -> PlanReport:
         score = _scores(found.table)
         steps = sorted(found.table, key=lambda step: score[step.layout])
         reasons = [f"score {score[step.layout]:.3f}" for step in steps]
+        reasons[0] += ", lower is better"
     return _with_table(found, steps, reasons)
 
 
@@ -324,14 +333,14 @@ def _leanest(found: PlanReport) -> PlanReport:
     }
     needs = {layout: size for layout, size in needs.items() if size <= found.budget_bytes}
     sizes = distinct(found.hardware.node_sizes(found.gpus))
-    steps = [
+    steps = without_zero_twins(
         PlannedStep(layout, step_cost(found.job, layout, found.hardware.profile, sizes), needs[layout])
-        for layout in without_idle_twins(sorted(needs, key=lambda one: (needs[one], one)))[:TABLE]
-    ]
-    return _with_table(found, steps, [f"{step.memory_bytes / 1e9:.3g} GB a rank" for step in steps])
+        for layout in without_idle_twins(sorted(needs, key=lambda one: (needs[one], one)))[: 2 * TABLE]
+    )
+    return _with_table(found, steps, [f"{said_bytes(step.memory_bytes)} a rank" for step in steps])
 
 
-def _with_table(found: PlanReport, steps: list[PlannedStep], reasons: list[str]) -> PlanReport:
+def _with_table(found: PlanReport, steps: Sequence[PlannedStep], reasons: list[str]) -> PlanReport:
     """The plan with another table, and why its later rows lost."""
     large = found.rejected[len(found.table) - 1 :]
     lost = [(step.layout, why) for step, why in zip(steps, reasons, strict=True)][1:TABLE]

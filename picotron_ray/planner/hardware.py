@@ -12,6 +12,7 @@ from picotron_ray.planner.device_profile import DeviceProfile
 from picotron_ray.planner.hardware_profile import HardwareProfile, load_profile
 from picotron_ray.planner.routes import Link
 from picotron_ray.planner.software_profile import OURS
+from picotron_ray.planner.words import counted
 
 NAMES = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
 """Names that a user may give; other data sheets belong to published runs."""
@@ -48,6 +49,14 @@ class Hardware:
     reached: tuple[float, float] = (1.0, 1.0)
     link: Link = "nvlink"
 
+    def said(self, count: int) -> str:
+        """So many of these devices in words.
+
+        >>> hardware("h100-80g").said(16)
+        '16 h100-80g'
+        """
+        return said_devices(count, self.name, "GPU" if self.device == "cuda" else "CPU worker")
+
     def of_devices(self, devices: int) -> Hardware:
         """The hardware where so many workers run: on CPUs they share the machines' cores and memory.
 
@@ -83,6 +92,15 @@ class Hardware:
         """
         whole, rest = divmod(devices, self.node_size)
         return (self.node_size,) * whole + ((rest,) if rest else ())
+
+
+def said_devices(count: int, name: str, kind: str = "device") -> str:
+    """So many devices of a data sheet or of a probe's file, in words.
+
+    >>> said_devices(2, "here.json", "CPU worker")
+    '2 CPU workers as in here.json'
+    """
+    return f"{counted(count, kind)} as in {name}" if name.endswith(".json") else f"{count} {name}"
 
 
 def hardware(name: str, precision: str = "bf16") -> Hardware:
@@ -137,7 +155,7 @@ def of_profile(name: str, found: HardwareProfile, precision: str) -> Hardware:
         peak_flops=found.peak_flops or profile.flops,
         device_bytes=found.memory_bytes,
         node_size=node.workers,
-        origin=f"measured on {found.device_name}, {len(found.nodes)} nodes",
+        origin=f"measured on {found.device_name}, {counted(len(found.nodes), 'node')}",
         device=found.device,
         cores=node.cores if cpu else 0,
         nodes=len(found.nodes) if cpu else 1,

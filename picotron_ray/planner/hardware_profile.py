@@ -10,6 +10,7 @@ model takes of it is a `DeviceProfile`, by least squares over the points:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -252,11 +253,25 @@ def load_profile(path: Path) -> HardwareProfile:
     try:
         return HardwareProfile.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(
-            f"--hardware: {path}: {place}: {first['msg']}; give a file of `picotron-ray probe`"
+            f"--hardware: {path}: {_complaint(error)}; give a file of `picotron-ray probe` as it wrote it"
         ) from None
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first mistake: its key, what was seen, what was expected."""
+    first = error.errors(include_url=False)[0]
+    place, seen = ".".join(map(str, first["loc"])), first["input"]
+    if first["type"] == "json_invalid":
+        return f"saw no JSON ({first['ctx']['error']}), expected a profile"
+    if first["type"] == "missing":
+        return f"{place}: saw nothing, expected that key"
+    if first["type"] == "extra_forbidden":
+        return f"{place}: saw an unknown key, expected none of that name"
+    if isinstance(seen, list | tuple | dict):
+        seen = f"{len(seen)} values"
+    expected = re.sub(r"^\w+ should (be |have )?(a valid )?| after validation.*", "", first["msg"])
+    return f"{place + ': ' if place else ''}saw {str(seen)[:40]}, expected {expected}"
 
 
 def outliers(rates: dict[str, float], share: float = 0.8) -> tuple[str, ...]:

@@ -20,7 +20,13 @@ from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate, rank_memory
 from picotron_ray.planner.memory_causes import memory_by_cause
 from picotron_ray.planner.model_sizes import blocks_again, flops_per_token
-from picotron_ray.planner.refusal import most_looked_at, offloading_that_does, why_none, workers_that_do
+from picotron_ray.planner.refusal import (
+    most_looked_at,
+    offloading_that_does,
+    why_none,
+    without_budget,
+    workers_that_do,
+)
 from picotron_ray.planner.routes import AxisRoute, routes_of
 from picotron_ray.planner.search import distinct, why_dearer
 
@@ -169,7 +175,7 @@ def plan(
     if not search.found:
         raise ConfigError(f"{why_none(job, gpus, hardware.profile)}{_what_would_do(job, gpus, hardware)}")
     sizes = distinct(hardware.node_sizes(gpus))
-    table = tuple(
+    table = without_zero_twins(
         PlannedStep(layout, step_cost(job, layout, hardware.profile, sizes), _total(job, layout))
         for layout in without_idle_twins([layout for _, layout in search.found])
     )
@@ -202,6 +208,15 @@ def without_idle_twins(layouts: Iterable[Layout]) -> list[Layout]:
     for one in layouts:
         first.setdefault(replace(kind_of(one), dp=1, replicate=1), one)
     return list(first.values())
+
+
+def without_zero_twins(steps: Iterable[PlannedStep]) -> tuple[PlannedStep, ...]:
+    """The steps, in their order, without those that differ in their ZeRO stage alone and are as good."""
+    first: dict[tuple[Layout, str, str], PlannedStep] = {}
+    for step in steps:
+        alike = replace(step.layout, zero=1)
+        first.setdefault((alike, f"{step.cost.total_s:.9g}", f"{step.memory_bytes:.9g}"), step)
+    return tuple(first.values())
 
 
 def for_devices(job: JobConfig, gpus: int, device: str = "cuda") -> JobConfig:
@@ -263,15 +278,17 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
 def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
     """Name the fewest devices that would do, of those looked at."""
     enough = workers_that_do(job, gpus, hardware.profile, hardware.node_size)
+    if enough is None and without_budget(job, hardware.profile) is not None:
+        return "; with that key no number of workers that was looked at would do"
     if enough is None:
         most = most_looked_at(gpus)
-        none = f"no number up to {most} {hardware.name} would do: " if gpus < most else ""
+        none = f"no number up to {hardware.said(most)} would do: " if gpus < most else ""
         text = f"; {none}take larger ones, or a smaller model"
     elif hardware.cores:
         machines = -(-enough // hardware.node_size)
         text = f"; {enough} workers on {machines} machines such as {hardware.name} would do"
     else:
-        text = f"; {enough} {hardware.name} would do"
+        text = f"; {hardware.said(enough)} would do"
     keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""
     if not keys:
         return text

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from picotron_ray.planner.analysis import Analysis
 from picotron_ray.planner.cluster_size import ClusterSize
 from picotron_ray.planner.goals import RunEstimate, said_hours
+from picotron_ray.planner.hardware import said_devices
 from picotron_ray.planner.model_sizes import parameter_count
 from picotron_ray.planner.plan import PlannedStep, PlanReport
 from picotron_ray.planner.published.memory import StageMemory, memory_dict
 from picotron_ray.planner.published.sources import SOURCES
 from picotron_ray.planner.published.validate import Prediction, Validation
+from picotron_ray.planner.words import counted, said_bytes, short_name, unit_of
 
+LEAST_GAIN = 0.001
+"""Share of a step below which more GPUs or memory buy nothing."""
+MOST_RANKS = 4
+"""Different pipeline ranks whose memory is printed one by one."""
 CAUSES = ("weights", "gradients", "optimizer", "activations", "received", "buffers", "update")
 
 
@@ -20,7 +26,7 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
     """A plan as lines: the best layout, where seconds and bytes go, the table, and what more would buy."""
     best = plan.best
     nodes = len(plan.hardware.node_sizes(plan.gpus))
-    yield f"{plan.gpus} {plan.hardware.name} on {nodes} node{'s' * (nodes > 1)} ({plan.hardware.origin})"
+    yield f"{plan.hardware.said(plan.gpus)} on {counted(nodes, 'node')} ({plan.hardware.origin})"
     yield f"layout     {best.layout}{_idle(plan, best)}"
     yield (
         f"step       {best.cost.total_s:.3g} s, {plan.tokens_per_s(best.cost.total_s):,.0f} tokens/s,"
@@ -37,18 +43,33 @@ def plan_lines(plan: PlanReport) -> Iterator[str]:
         yield f"routes     {'; '.join(map(str, routes))}"
     yield f"memory     of {plan.budget_bytes / 1e9:.3g} GB that an estimate may fill:"
     yield from _memory_lines(plan)
+    yield from _table_lines(plan)
+    yield from _purchase_lines(plan)
+    yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
+
+
+def _table_lines(plan: PlanReport) -> Iterator[str]:
+    """The best layouts with why they lost, and some that do not fit."""
     yield "the best layouts:"
+    unit, name = unit_of(max(step.memory_bytes for step in plan.table))
     for step, lost in zip(plan.table, (plan.reason, *(reason for _, reason in plan.rejected)), strict=False):
         yield (
-            f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / 1e9:6.1f} GB  {str(step.layout)[:70]}"
+            f"  {step.cost.total_s:9.4g} s  {step.memory_bytes / unit:6.1f} {name}  {short_name(step.layout)}"
             f"{_idle(plan, step)}{f'  ({lost})' if lost else ''}"
         )
     for layout, reason in plan.rejected[len(plan.table) - 1 :][:3]:
-        yield f"  does not fit: {str(layout)[:70]} {reason}"
-    for one in plan.purchases:
-        gain = 100 * (1 - one.step_s / total)
-        yield f"{one.what} would make a step of {one.step_s:.3g} s ({gain:+.1f} %): {str(one.layout)[:70]}"
-    yield f"searched   {plan.costed} candidates in {plan.seconds:.2f} s"
+        yield f"  does not fit: {short_name(layout)} {reason}"
+
+
+def _purchase_lines(plan: PlanReport) -> Iterator[str]:
+    """Steps that more GPUs or memory would buy; a line for both where they buy nothing."""
+    total = plan.best.cost.total_s
+    bought = [one for one in plan.purchases if 1 - one.step_s / total >= LEAST_GAIN]
+    for one in bought:
+        gain = f"{100 * (1 - one.step_s / total):+.1f} %"
+        yield f"{one.what} would make a step of {one.step_s:.3g} s ({gain}): {short_name(one.layout)}"
+    if plan.purchases and not bought:
+        yield f"more {'GPUs' if plan.hardware.device == 'cuda' else 'workers'} or memory would not help"
 
 
 def _idle(plan: PlanReport, step: PlannedStep) -> str:
@@ -70,10 +91,10 @@ def run_lines(run: RunEstimate | None) -> Iterator[str]:
 
 def cluster_lines(size: ClusterSize, device: str) -> Iterator[str]:
     """The cluster that a plan needs."""
-    gib, kind = 2**30, "GPUs" if device == "cuda" else "workers"
+    gib, kind = 2**30, "GPU" if device == "cuda" else "worker"
     spare = f" and {size.spares} spare" if size.spares else ""
-    nodes = f"{size.nodes} node{'s' if size.nodes > 1 else ''} of {size.workers_per_node} {kind}{spare}"
-    yield f"cluster    {nodes}, each with {size.cpus} CPUs"
+    nodes = f"{counted(size.nodes, 'node')} of {counted(size.workers_per_node, kind)}"
+    yield f"cluster    {nodes}{spare}, each with {size.cpus} CPUs"
     yield (
         f"           ({size.cpus_per_worker} a worker), {size.host_bytes / gib:,.0f} GiB of memory, of it"
         f" {size.shm_bytes / gib:,.0f} GiB in /dev/shm"
@@ -94,15 +115,28 @@ def _memory_lines(plan: PlanReport) -> Iterator[str]:
             seen[-1][0].append(rank)
         else:
             seen.append(([rank], causes))
-    for ranks, causes in seen:
-        stages = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        parts = ", ".join(f"{name} {causes[name] / 1e9:.3g}" for name in CAUSES if causes[name])
-        yield f"  pp rank {stages}: {causes['total'] / 1e9:.3g} GB = {parts}"
+    fullest = max(range(len(seen)), key=lambda place: seen[place][1]["total"])
+    shown = range(len(seen)) if len(seen) <= MOST_RANKS else sorted({0, fullest, len(seen) - 1})
+    for place in shown:
+        yield f"  pp rank {_said_rank(*seen[place])}{' (the fullest)' * (len(seen) > 1 and place == fullest)}"
+    others = [one for place, one in enumerate(seen) if place not in shown]
+    if others:
+        sizes, count = [causes["total"] for _, causes in others], sum(len(ranks) for ranks, _ in others)
+        between = f"{min(sizes) / 1e9:.3g} to {max(sizes) / 1e9:.3g} GB"
+        yield f"  {counted(count, 'other pp rank')} between them: {between}"
     count = parameter_count(job.model)
+    said = f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
     yield (
-        f"  {count / 1e9:.3g} G parameters; a rank holds 1/{layout.tp} (tp) of 1/{layout.pp} (pp) of them,"
+        f"  {said} parameters; a rank holds 1/{layout.tp} (tp) of 1/{layout.pp} (pp) of them,"
         f" 1/{layout.shards} (ZeRO) of the state: weights, gradients and moments of 4 bytes each"
     )
+
+
+def _said_rank(ranks: list[int], causes: dict[str, float]) -> str:
+    stages = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    unit, _ = unit_of(causes["total"])
+    parts = ", ".join(f"{name} {causes[name] / unit:.3g}" for name in CAUSES if causes[name])
+    return f"{stages}: {said_bytes(causes['total'])} = {parts}"
 
 
 def analysis_lines(found: Analysis) -> Iterator[str]:
@@ -114,8 +148,8 @@ def analysis_lines(found: Analysis) -> Iterator[str]:
     yield f"state       {found.state_bytes / 1e9:.3g} GB of weights, gradients and moments, not sharded"
     yield f"FLOPs       {found.flops_per_token:.3g} a token, {found.flops_per_step:.3g} a step"
     yield (
-        f"on {found.gpus} {found.hardware}, one row of {found.sequence_length} tokens a micro-batch, steps of"
-        f" {found.global_batch} rows, in {found.precision}:"
+        f"on {said_devices(found.gpus, found.hardware)}, one row of {found.sequence_length} tokens a"
+        f" micro-batch, steps of {found.global_batch} rows, in {found.precision}:"
     )
     for zero, size in found.memory_bytes.items():
         rows = found.largest_micro_batch[zero]

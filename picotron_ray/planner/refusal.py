@@ -131,11 +131,41 @@ def why_not_together(job: JobConfig, workers: int, room: Callable[[int], float])
     enough = next((count for count, need in needs.items() if need <= room(count)), None)
     fewer = f"set cluster.max_workers={enough}, " if enough else ""
     count = workers if enough else min(needs, key=lambda count: count * needs[count])
+    asked = job.layout.memory_budget_gib
+    raised = "raise layout.memory_budget_gib, " if asked and asked * 2**30 <= room(count) else ""
     return (
         f"layout: saw room for {count * room(count) / 1e9:.3g} GB on this machine, which its workers share,"
         f" expected at least {count * needs[count] / 1e9:.3g} GB for the leanest layout on {count}; {fewer}"
-        "make the model, its precision or the optimizer's state smaller, raise layout.memory_budget_gib where"
-        " it is set, or take a machine with more memory"
+        f"make the model, its precision or the optimizer's state smaller, {raised}or take a machine with more"
+        " memory"
+    )
+
+
+def without_budget(job: JobConfig, profile: DeviceProfile, limit_bytes: float = 0.0) -> JobConfig | None:
+    """The job without ``layout.memory_budget_gib``, where that key leaves less than the device has."""
+    open_job = job.model_copy(update={"layout": job.layout.model_copy(update={"memory_budget_gib": None})})
+    less = budget_bytes(job, profile.memory_bytes, limit_bytes)
+    return open_job if less < budget_bytes(open_job, profile.memory_bytes, limit_bytes) else None
+
+
+def _too_little(job: JobConfig, workers: int, need: float, profile: DeviceProfile, limit_bytes: float) -> str:
+    """The line where memory is missing: what bounds it, the key or the device."""
+    room = budget_bytes(job, profile.memory_bytes, limit_bytes) / 1e9
+    tried = ", below layouts that ran out of memory" if limit_bytes else ""
+    asked, raised = job.layout.memory_budget_gib, ""
+    unbound = without_budget(job, profile, limit_bytes)
+    if unbound is not None:
+        tried = f" by layout.memory_budget_gib={asked:g}"
+        enough = need <= budget_bytes(unbound, profile.memory_bytes, limit_bytes)
+        least = f" to at least {math.ceil(1e4 * need / 2**30) / 1e4:g}" if enough else ""
+        raised = f"raise layout.memory_budget_gib{least}, "
+    elif asked is not None and not limit_bytes:
+        margin = job.layout.memory_margin
+        tried = f", which layout.memory_margin={margin:g} leaves of the device, below"
+        tried += f" layout.memory_budget_gib={asked:g}"
+    return (
+        f"layout: saw room for {room:.3g} GB per worker{tried}, expected at least {need / 1e9:.3g} GB for"
+        f" the leanest layout on {workers} workers; {raised}add workers, or make the model smaller"
     )
 
 
@@ -145,13 +175,7 @@ def why_none(job: JobConfig, workers: int, profile: DeviceProfile, limit_bytes: 
         return "layout: saw no worker, expected at least 1; wait for one to join"
     need = leanest_bytes(job, workers)
     if math.isfinite(need):
-        room = budget_bytes(job, profile.memory_bytes, limit_bytes) / 1e9
-        tried = ", below layouts that ran out of memory" if limit_bytes else ""
-        return (
-            f"layout: saw room for {room:.3g} GB per worker{tried}, expected at least {need / 1e9:.3g} GB for"
-            f" the leanest layout on {workers} workers; add workers, raise layout.memory_budget_gib where it"
-            " is set, or make the model smaller"
-        )
+        return _too_little(job, workers, need, profile, limit_bytes)
     asked = job.layout
     named = zip(Degrees._fields, asked_degrees(job), strict=True)
     fixed = [f"{axis}={degree}" for axis, degree in named if degree != "auto" and (axis, degree) != ("cp", 1)]

@@ -17,6 +17,7 @@ from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.plan import PlanReport, for_devices, plan, searched
+from picotron_ray.planner.words import short_name
 
 Settings = tuple[tuple[str, str], ...]
 """Config keys and their values, as a command line gives them."""
@@ -45,7 +46,7 @@ class KeyChoice:
 
     def __str__(self) -> str:
         keys = " ".join(f"{key}={value}" for key, value in self.settings)
-        return f"{self.step_s:9.4g} s  {keys or 'as the config says'}: {str(self.layout)[:60]}"
+        return f"{self.step_s:9.4g} s  {keys or 'as the config says'}: {short_name(self.layout)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ def bench(config: str, overrides: Sequence[str], options: PlanOptions, say: Say)
     found = hardware(options.hardware, job.precision)
     if found.device != "cpu":
         raise ConfigError(
-            f"--hardware: saw {options.hardware}, of GPUs, expected a probe of CPUs: this is one"
+            f"--hardware: saw {options.hardware}, which is of GPUs, expected a file of `picotron-ray probe"
+            " --device cpu`: layouts are measured on this machine's CPUs; make one here"
         )
     drawn = draw(job, found, options)
     resolve(ResolvedJob(job), (DATA,))

@@ -26,6 +26,7 @@ from picotron_ray.planner.hardware_profile import (
     MatmulPoint,
     outliers,
 )
+from picotron_ray.planner.words import counted
 from picotron_ray.runtime.hardware_probe.worker import ProbeWorker, sizes_for
 from picotron_ray.runtime.ray_cluster.placement import (
     NodeView,
@@ -63,10 +64,7 @@ def probe(
     needs = worker_needs(job.cluster, nodes)
     slots = _slots(nodes, needs, job.cluster.max_workers)
     if not slots:
-        raise ConfigError(
-            f"probe: saw no node with room for a worker of {needs.cpus:g} CPUs and {needs.gpus:g} GPUs,"
-            " expected one; wait until other work has ended"
-        )
+        raise ConfigError(_why_no_slots(nodes, needs))
     device = "cuda" if needs.gpus else "cpu"
     gpus = _idle_gpus(slots, topology) if needs.gpus or topology else {}
     actor: Any = ray.remote(ProbeWorker)
@@ -90,6 +88,22 @@ def probe(
         domain = node.labels.get(label or "", "")
         nodes_now.append(figures.model_copy(update={**groups, "domain": domain}))
     return found.model_copy(update={"nodes": tuple(nodes_now)})
+
+
+def _why_no_slots(nodes: Sequence[NodeView], needs: WorkerNeeds) -> str:
+    """The line where no node takes a worker: none has a GPU, none is large enough, or all are busy."""
+    if needs.gpus and not any(node.gpus for node in nodes):
+        seen = f"no GPU on {counted(len(nodes), 'node')}"
+        return f"probe: saw {seen}, expected one for --device cuda; say --device cpu, or add a node with GPUs"
+    gpus = f" and {counted(int(needs.gpus), 'GPU')}" if needs.gpus else ""
+    worker = f"a worker of {needs.cpus:g} CPU{'s' * (needs.cpus != 1)}{gpus}"
+    if any(node.capacity(needs) for node in nodes):
+        return f"probe: saw no node with room for {worker} now, expected one; wait until other work has ended"
+    largest = max((node.cpus for node in nodes), default=0.0)
+    return (
+        f"probe: saw no node as large as {worker}, the largest has {largest:g} CPUs, expected one; lower"
+        " --cpus-per-worker, or add a larger node"
+    )
 
 
 def _fullest(slots: list[tuple[NodeView, int]]) -> NodeView:
@@ -137,7 +151,7 @@ def _measured(
     link: LinkClass,
 ) -> HardwareProfile:
     places = ray.get([worker.where.remote() for worker in workers], timeout=ANSWER_S)
-    say(f"{len(workers)} workers on {len(slots)} nodes: {places[0][2]}")
+    say(f"{counted(len(workers), 'worker')} on {counted(len(slots), 'node')}: {places[0][2]}")
     address, port = slots[0][0].host, places[0][1]
     world = len(workers)
     ray.get(
@@ -153,7 +167,8 @@ def _measured(
     timed = _all(workers, budget_s, "collectives", groups, left_s)
     sent = _all(workers, budget_s, "messages", pairs, left_s)
     sums = _slowest(timed)
-    say(f"collectives are measured in {len(groups)} groups, messages between {len(pairs)} pairs")
+    where = f"{counted(len(groups), 'group')}, messages between {counted(len(pairs), 'pair')}"
+    say(f"collectives are measured in {where}")
     firsts = [sum(counts[:index]) for index in range(len(counts))]
     figures = [workers[first].figures.remote(count) for first, count in zip(firsts, counts, strict=True)]
     memory = [workers[first].memory_bytes.remote(count) for first, count in zip(firsts, counts, strict=True)]

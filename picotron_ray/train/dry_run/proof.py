@@ -11,6 +11,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 from picotron_ray.planner.sent_bytes import AXES, sent_bytes
+from picotron_ray.planner.words import counted
 from picotron_ray.train.dry_run.run import DryRun, dry_run
 
 MOST_RANKS = 3
@@ -64,8 +65,8 @@ class PlanProof:
 
     def lines(self) -> list[str]:
         """The proof as text."""
-        part = "" if self.micro_batches == self.of else f" of {self.of}"
-        found = [f"dry run    {self.micro_batches}{part} micro-batches with fake tensors, kernels of CPUs:"]
+        part = "" if self.micro_batches == self.of else f"{self.micro_batches} of "
+        found = [f"dry run    {part}{counted(self.of, 'micro-batch')} with fake tensors, kernels of CPUs:"]
         for one in self.ranks:
             found.append(
                 f"  pp rank {one.rank}: peak {one.predicted_peak / 1e9:.3g} GB predicted, "

@@ -90,6 +90,7 @@ def test_a_long_step_is_proven_in_part() -> None:
     proof = prove(job_of(layout, micro_batches=16), layout)
     assert (proof.micro_batches, proof.of) == (2, 16)
     assert proof.lines()[0] == "dry run    2 of 16 micro-batches with fake tensors, kernels of CPUs:"
+    assert PlanProof((), 1, 1).lines()[0].startswith("dry run    1 micro-batch with fake tensors")
     whole = sent_bytes(job_of(layout, micro_batches=16), layout, 0)["replicas"]
     assert whole > proof.ranks[0].predicted_sent["replicas"]
 

@@ -55,7 +55,9 @@ def test_more_layouts_than_there_are_is_refused(here: Path) -> None:
 def test_a_gpus_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(profile(device="cuda")))
-    with pytest.raises(ConfigError, match="of GPUs, expected a probe of CPUs"):
+    with pytest.raises(
+        ConfigError, match=r"which is of GPUs, expected a file of .*: layouts are measured on"
+    ):
         bench.bench("tiny", ["precision=fp32"], options(path), lambda line: None)
 
 

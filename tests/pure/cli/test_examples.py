@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from picotron_ray import cli, launch
+from tuning import commands as tuning
 from tuning import sweep
 
 DOORS = {
@@ -77,3 +78,15 @@ def test_the_modules_examples_parse(door: str, entry: Any) -> None:
     assert line.startswith(f"{door} ")
     words = shlex.split(line.removeprefix(door))
     command_of(door).make_context(door, words).close()
+
+
+def test_no_option_says_two_defaults() -> None:
+    """Click prints a default of its own, `[default: 1]`, which words beside it must not contradict."""
+    tune = commands(typer.main.get_command(tuning.tune), ("tune",))
+    two = [
+        (*path, option.name)
+        for path, command in (*ALL, *tune)
+        for option in command.params
+        if "default" in (getattr(option, "help", "") or "") and option.default not in (None, False)
+    ]
+    assert not two

@@ -16,6 +16,11 @@ from picotron_ray.errors import ConfigError
 BAD: dict[str, tuple[str, str, str]] = {
     # keys
     "unknown section": ("modle: {layers: 2}", "modle", "did you mean model?"),
+    "key in an unknown section": (
+        "plan: {memory_margin: 0.2}",
+        "plan.memory_margin",
+        "did you mean layout.memory_margin?",
+    ),
     "unknown key": ("model: {layer: 2}", "model.layer", "did you mean model.layers?"),
     "key of another section": ("learning_rate: 0.1", "learning_rate", "optimizer.learning_rate?"),
     "another trainer's name": ("batch_size: 8", "batch_size", "did you mean data.global_batch?"),

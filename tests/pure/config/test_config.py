@@ -244,6 +244,10 @@ def test_allowed_speaks_of_every_key() -> None:
         ("trainer.max_steps", "steps"),
         ("evaluat", "evaluate"),
         ("foo.cip_norm", "optimizer.clip_norm"),
+        ("layout.tensor", "layout.tp"),
+        ("layout.context_parallel", "layout.cp"),
+        ("tensor_parallel_size", "layout.tp"),
+        ("cluster.memory_margin", "layout.memory_margin"),
         ("zzzzzz", None),
     ],
 )

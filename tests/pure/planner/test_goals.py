@@ -142,6 +142,7 @@ def test_a_balanced_layout_has_the_least_score(job: Any) -> None:
     reasons = [float(reason.split()[-1]) for _, reason in found.rejected if reason.startswith("score")]
     assert reasons == sorted(reasons)
     assert len(reasons) == 9
+    assert found.reason.endswith(", lower is better")
 
 
 def test_times_and_prices_are_read() -> None:

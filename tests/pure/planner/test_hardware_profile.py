@@ -26,6 +26,8 @@ from picotron_ray.planner.hardware_profile import (
     outliers,
 )
 from picotron_ray.planner.plan import plan
+from picotron_ray.planner.plan_text import plan_lines
+from picotron_ray.planner.profile_text import profile_lines
 
 
 def products(flops: float, half: float, dtype: str = "fp32") -> list[dict[str, Any]]:
@@ -132,20 +134,50 @@ def test_a_plan_takes_the_file(tmp_path: Path) -> None:
     assert found.job.cluster.device == "cpu"
     assert found.job.precision == "fp32"
     assert found.best.layout.world_size <= 2
-    assert found.hardware.origin == "measured on CPU core, 1 nodes"
+    assert found.hardware.origin == "measured on CPU core, 1 node"
+    first = next(plan_lines(found))
+    assert first.startswith(f"2 CPU workers as in {tmp_path}/profile.json on 1 node (measured on")
+
+
+def test_devices_of_a_file_are_not_called_by_its_name(tmp_path: Path) -> None:
+    path = stored(tmp_path, device="cuda", device_name="H100", matmuls=products(5e14, 40.0, "bf16"))
+    found = hardware(str(path), "bf16")
+    assert (found.said(1), found.said(16)) == (f"1 GPU as in {path}", f"16 GPUs as in {path}")
+    with pytest.raises(ConfigError, match=rf"; \d+ GPUs as in {path} would do"):
+        plan(load_job("llama-3-8b", ["data.path=unread"]), 8, found)
+
+
+def test_a_probe_says_what_it_found_and_what_to_type_next(tmp_path: Path) -> None:
+    messages = [{"link": "loopback", "size": n, "seconds": 1e-5 + n / 2e9} for n in (10**3, 10**6)]
+    both = [*products(5e10, 40.0), *products(2e10, 40.0, "bf16")]
+    found = load_profile(stored(tmp_path, messages=messages, matmuls=both, cuts=["left out: fp64"]))
+    assert list(profile_lines(found, "my here.json")) == [
+        "matrix products of large shapes: bf16 0.02 TFLOP/s, fp32 0.05 TFLOP/s a worker",
+        "memory: 10 GB/s a worker, 10 GB/s one thread of the host",
+        "a message over loopback: 10 us and 2 GB/s",
+        "left out: fp64",
+        "written to my here.json; next: picotron-ray plan CONFIG --gpus 2 --hardware 'my here.json'",
+    ]
+    (*_, last) = profile_lines(found, "here")
+    assert last.endswith("--hardware here, once its name ends in .json")
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{", "the whole: Invalid JSON"),
-        (json.dumps(profile(version=2)), "version: Input should be 1"),
-        (json.dumps(profile(matmuls=[])), "matmuls: Tuple should have at least 2 items"),
-        (json.dumps(profile(memory_bytes=-1)), "memory_bytes: Input should be greater than 0"),
-        (json.dumps(profile(colour="red")), "colour: Extra inputs are not permitted"),
-        (json.dumps({**profile(), "block_s": "fast"}), "block_s: Input should be a valid number"),
+        (
+            "{",
+            "saw no JSON (EOF while parsing an object at line 1 column 1), expected a profile; give",
+        ),
+        (json.dumps(profile(version=2)), "version: saw 2, expected 1; give a file of `picotron-ray probe`"),
+        (json.dumps(profile(matmuls=[])), "matmuls: saw 0 values, expected at least 2 items; give a file"),
+        (json.dumps(profile(memory_bytes=-1)), "memory_bytes: saw -1, expected greater than 0; give"),
+        (json.dumps(profile(colour="red")), "colour: saw an unknown key, expected none of that name; give"),
+        (json.dumps({**profile(), "block_s": "fast"}), "block_s: saw fast, expected number; give a file"),
+        (json.dumps({"version": 1}), "name: saw nothing, expected that key; give a file"),
+        ("[]", "saw 0 values, expected an object; give a file"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     path = tmp_path / "broken.json"

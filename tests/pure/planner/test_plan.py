@@ -147,6 +147,26 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
         ),
         (("plan", "tiny", "--hardware", "h100"), "--hardware: saw h100, expected one of a100-80g, h100-80g"),
         (("plan", "llama-3-70b", "--gpus", "8"), "; 24 h100-80g would do"),
+        (("plan", "quickstart", "layout.dp=16"), "= 16 workers, more than --gpus 4; nearest layouts"),
+        (
+            ("plan", "quickstart", "layout.dp=2", "--gpus", "1"),
+            "2 workers, more than --gpus 1",
+        ),
+        (
+            ("plan", "llama-3-70b", "--gpus", "8", "layout.memory_budget_gib=150"),
+            "room for 64.8 GB per worker, which layout.memory_margin=0.1 leaves of the device, below"
+            " layout.memory_budget_gib=150, expected at least 155 GB for the leanest layout on 8 workers",
+        ),
+        (
+            ("plan", "llama-3-70b", "--gpus", "8", "layout.memory_budget_gib=15"),
+            "16.1 GB per worker by layout.memory_budget_gib=15, expected at least 155 GB for the leanest"
+            " layout on 8 workers; raise layout.memory_budget_gib, add workers,",
+        ),
+        (
+            ("plan", "quickstart", "--gpus", "8", "layout.memory_budget_gib=0.001"),
+            "raise layout.memory_budget_gib to at least 0.0041, add workers, or make the model smaller; with"
+            " that key no number of workers that was looked at would do",
+        ),
         (("plan", "tiny", "layout.tp=3"), "layout.tp: saw 3, which does not divide"),
         (("plan", "tiny", "--json", "/nowhere/x.json"), "--json: cannot write /nowhere/x.json"),
         (("plan", "nothing"), "config: saw nothing, neither a file nor a packaged recipe"),

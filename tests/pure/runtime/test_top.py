@@ -56,7 +56,7 @@ def test_of_a_thousand_ranks_the_slowest_are_shown_and_a_summary() -> None:
 
 def test_on_a_narrow_terminal_a_rank_has_its_longest_phase() -> None:
     line = next(line for line in shown(status_of(4, slow=2), 80).splitlines() if "w2" in line)
-    words = "2 w2 2.80 forward 2.000 forward 1.400 50% 3.00 GiB 75%".split()
+    words = ["2", "w2", "2.80", "forward", "2.000", "forward", "1.400", "50%", "3.00", "GiB", "75%"]
     assert line.split() == words
     assert len(line.rstrip()) <= 80
 

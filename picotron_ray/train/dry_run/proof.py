@@ -78,7 +78,7 @@ class PlanProof:
                 for axis in AXES
                 if one.predicted_sent[axis] or one.traced_sent[axis]
             ]
-        more = self.whole_peak - max(one.predicted_peak for one in self.ranks)
+        more = self.whole_peak - max((one.predicted_peak for one in self.ranks), default=0.0)
         if more > 0.01 * self.whole_peak:
             further = self.of - self.micro_batches
             found.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,10 @@ def test_a_long_step_is_proven_in_part() -> None:
     proof = prove(job_of(layout, micro_batches=16), layout)
     assert (proof.micro_batches, proof.of) == (2, 16)
     assert proof.lines()[0] == "dry run    2 of 16 micro-batches with fake tensors, kernels of CPUs:"
-    assert PlanProof((), 1, 1).lines()[0].startswith("dry run    1 micro-batch with fake tensors")
+    assert PlanProof((), 1, 1, 0.0).lines()[0].startswith("dry run    1 micro-batch with fake tensors")
+    assert "not traced" not in "\n".join(proof.lines())
+    fuller = replace(proof, whole_peak=proof.ranks[0].predicted_peak + 2e9)
+    assert fuller.lines()[-1].endswith("2 GB more, of 14 further micro-batches' buffers, not traced")
     whole = sent_bytes(job_of(layout, micro_batches=16), layout, 0)["replicas"]
     assert whole > proof.ranks[0].predicted_sent["replicas"]
 

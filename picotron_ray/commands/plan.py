@@ -259,12 +259,14 @@ def _validate(json_file: str | None) -> None:
 
 @contextmanager
 def by_gpus(gpus: int | None) -> Iterator[None]:
-    """Name ``--gpus`` in refusals, where they name the worker count that `shape_of` sets by it."""
+    """Name ``--gpus`` in refusals, where they name the worker count that `shape_of` sets by it.
+
+    A count that the config says keeps its own name.
+    """
     try:
         yield
     except ConfigError as error:
-        number = r"\d+" if gpus is None else gpus
-        asked = re.compile(rf"(?<=raise )cluster\.max_workers\b|cluster\.max_workers={number}\b")
+        asked = re.compile(rf"(?<=raise )cluster\.max_workers\b|cluster\.max_workers={gpus or GPUS}\b")
         lines = [
             asked.sub(lambda found: found[0].replace("cluster.max_workers", "--gpus").replace("=", " "), line)
             for line in error.problems
@@ -313,9 +315,10 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     from picotron_ray.runtime.run_storage import hf_files, hf_import
 
     keys = hf_files.read_config(folder)
-    longest = keys.get("max_position_embeddings") or keys.get("n_positions") or ROW_TOKENS
+    longest = keys.get("max_position_embeddings") or keys.get("n_positions")
+    length = min(ROW_TOKENS, longest) if isinstance(longest, int) else ROW_TOKENS
     dtype = keys.get("dtype") or keys.get("torch_dtype")
-    data = {"source": "memmap", "path": "unread", "sequence_length": min(ROW_TOKENS, longest)}
+    data = {"source": "memmap", "path": "unread", "sequence_length": length}
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype), "fp32")
     return {"model": hf_import.model_section(folder), "precision": precision, "data": data}
 

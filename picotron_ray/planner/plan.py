@@ -29,6 +29,7 @@ from picotron_ray.planner.refusal import (
 )
 from picotron_ray.planner.routes import AxisRoute, routes_of
 from picotron_ray.planner.search import distinct, why_dearer
+from picotron_ray.planner.words import counted
 
 TABLE = 10
 
@@ -262,11 +263,11 @@ def _purchases(job: JobConfig, gpus: int, hardware: Hardware, step_s: float) -> 
     more = gpus + (hardware.node_size if gpus % hardware.node_size == 0 else 1)
     roomier = replace(hardware.profile, memory_bytes=1.1 * hardware.profile.memory_bytes)
     gigabytes = 0.1 * hardware.device_bytes / 1e9
-    one = "GPU" if hardware.device == "cuda" else "worker"
+    one, added = "GPU" if hardware.device == "cuda" else "worker", more - gpus
     machine = "" if not hardware.cores or gpus % hardware.node_size else " on one more such machine"
     bought = []
     for what, count, profile, above in (
-        (f"{more - gpus} more {one}{'s' if more - gpus > 1 else ''}{machine}", more, hardware.profile, gpus),
+        (f"{counted(added, f'more {one}')}{machine}", more, hardware.profile, gpus),
         (f"{gigabytes:.3g} GB more a {one}", gpus, roomier, 0),
     ):
         found = _search(job, count, hardware, profile, 1, step_s, above).found
@@ -285,8 +286,8 @@ def _what_would_do(job: JobConfig, gpus: int, hardware: Hardware) -> str:
         none = f"no number up to {hardware.said(most)} would do: " if gpus < most else ""
         text = f"; {none}take larger ones, or a smaller model"
     elif hardware.cores:
-        machines = -(-enough // hardware.node_size)
-        text = f"; {enough} workers on {machines} machines such as {hardware.name} would do"
+        machines = counted(-(-enough // hardware.node_size), "machine")
+        text = f"; {enough} workers on {machines} such as {hardware.name} would do"
     else:
         text = f"; {hardware.said(enough)} would do"
     keys = offloading_that_does(job, gpus, hardware.profile) if hardware.device == "cuda" else ""

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from picotron_ray.errors import PicotronError
+from picotron_ray.runtime.coordinator.summary import REQUEUE
 from picotron_ray.runtime.driver.console import ProgressView
 from picotron_ray.runtime.driver.submission import Submission
 from picotron_ray.runtime.ray_cluster import local_ray
@@ -35,8 +36,6 @@ FOLLOWER = uuid.uuid4().hex
 
 
 REQUEUING = "SIGUSR1: stopping at the next step, with a commit, to be launched again"
-REQUEUE = 75
-"""Exit code of a launch that is to be launched again, as `coordinator.summary` has it."""
 
 
 class StoppedEarlyError(PicotronError):

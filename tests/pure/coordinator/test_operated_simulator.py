@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.operated import simulate_operated
 from picotron_ray.coordinator.states import MachineState
+from tests.support.simulation.mutations import Mutations
 
 SEEDS = 40
 FEW = 300  # seeds within which a planted mutation must be caught
@@ -57,21 +57,15 @@ def test_a_seed_is_the_same_each_time() -> None:
 
 # --- planted mutations -------------------------------------------------------------------------------
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-MUTATIONS: dict[str, Plant] = {}
+MUTATIONS = Mutations()
 
 
-def mutation(plant: Plant) -> Plant:
-    MUTATIONS[plant.__name__] = plant
-    return plant
-
-
-@mutation
+@MUTATIONS.plant
 def a_pause_ends_with_the_coordinator(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(term_begin, "take_orders", lambda memory, event: None)
 
 
-@mutation
+@MUTATIONS.plant
 def a_recovery_launches_in_a_pause(patch: pytest.MonkeyPatch) -> None:
     def rest(memory: MachineMemory, point: Any) -> None:
         picked = recovery.pick(memory)
@@ -83,18 +77,18 @@ def a_recovery_launches_in_a_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "rest", rest)
 
 
-@mutation
+@MUTATIONS.plant
 def paused_workers_keep_their_devices(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "end_workers", lambda memory: None)
 
 
-@mutation
+@MUTATIONS.plant
 def a_node_that_was_sent_away_is_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(event_handlers, "send_away_again", lambda memory, node: None)
     patch.setattr(term_begin, "send_away_again", lambda memory, node: None)
 
 
-@mutation
+@MUTATIONS.plant
 def a_new_size_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     real = operator_orders._set_sizes
 
@@ -105,7 +99,7 @@ def a_new_size_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operator_orders, "_set_sizes", once)
 
 
-@mutation
+@MUTATIONS.plant
 def the_time_limit_passes_unnoticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "watch_limit", lambda memory: None)
 

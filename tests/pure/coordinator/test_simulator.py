@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -35,6 +34,7 @@ from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import Report, simulate, simulate_many
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
+from tests.support.simulation.mutations import Mutations
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but a busy machine may stretch them
 
@@ -185,26 +185,20 @@ def rng_second() -> int:
 
 # --- planted mutations -------------------------------------------------------------------------------
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-MUTATIONS: dict[str, Plant] = {}
+MUTATIONS = Mutations()
 
 
-def mutation(plant: Plant) -> Plant:
-    MUTATIONS[plant.__name__] = plant
-    return plant
-
-
-@mutation
+@MUTATIONS.plant
 def a_state_with_parts_missing_counts_as_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restore_point, "cover", lambda slots, layout: tuple(slots))
 
 
-@mutation
+@MUTATIONS.plant
 def void_states_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restore_point, "on_lineage", lambda *args: True)
 
 
-@mutation
+@MUTATIONS.plant
 def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
     real = restore_point.newest_slots
 
@@ -218,18 +212,18 @@ def the_oldest_state_is_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restore_point, "newest_slots", oldest)
 
 
-@mutation
+@MUTATIONS.plant
 def commits_are_preferred_to_memory(patch: pytest.MonkeyPatch) -> None:
     real = resume_state.restore_point
     patch.setattr(resume_state, "restore_point", lambda *a, **k: real(*a, **{**k, "use_slots": False}))
 
 
-@mutation
+@MUTATIONS.plant
 def lineage_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(resume_state, "descend", lambda parent, source: ())
 
 
-@mutation
+@MUTATIONS.plant
 def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
     real = append_queue.AppendQueue.push
 
@@ -242,12 +236,12 @@ def commits_overtake_their_generations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(append_queue.AppendQueue, "push", push)
 
 
-@mutation
+@MUTATIONS.plant
 def one_nodes_upload_makes_a_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint_tracker.PendingCheckpoint, "uploaded", property(lambda self: bool(self.done)))
 
 
-@mutation
+@MUTATIONS.plant
 def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
     real = event_handlers.outcome
 
@@ -257,7 +251,7 @@ def outcomes_of_older_generations_count(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(event_handlers.HANDLERS, m.Outcome, outcome)
 
 
-@mutation
+@MUTATIONS.plant
 def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real = event_handlers.appended
 
@@ -267,7 +261,7 @@ def the_fence_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(event_handlers.HANDLERS, m.Appended, appended)
 
 
-@mutation
+@MUTATIONS.plant
 def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
     real = recovery.collect
 
@@ -278,18 +272,18 @@ def only_one_node_is_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "collect", collect)
 
 
-@mutation
+@MUTATIONS.plant
 def a_drained_node_goes_with_the_only_copy(patch: pytest.MonkeyPatch) -> None:
     at_rest = (MachineState.RUNNING, MachineState.WAITING)
     patch.setattr(drains, "_settled", lambda memory: memory.state in at_rest)
 
 
-@mutation
+@MUTATIONS.plant
 def the_stuck_are_never_killed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(generation_stop, "kill", lambda memory, name, reason: None)
 
 
-@mutation
+@MUTATIONS.plant
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     def unsettled(self: machine_memory.MachineMemory) -> list[m.Member]:
         members = () if self.spec is None else self.spec.members
@@ -298,12 +292,12 @@ def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine_memory.MachineMemory, "unsettled", unsettled)
 
 
-@mutation
+@MUTATIONS.plant
 def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(membership.Roster, "silent_nodes", lambda self, now, timeout_s: [])
 
 
-@mutation
+@MUTATIONS.plant
 def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
     def forget(memory: machine_memory.MachineMemory, worker: str, name: str) -> None:
         generation_stop.blame(memory, FailureKind.CORRUPT, worker, culprit=True, text=f"{name} is corrupt")
@@ -311,12 +305,12 @@ def corrupt_slots_are_offered_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(event_handlers, "_quarantine", forget)
 
 
-@mutation
+@MUTATIONS.plant
 def generation_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "GenerationId", lambda term, n: m.GenerationId(term, 1))
 
 
-@mutation
+@MUTATIONS.plant
 def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None:
     def finalising(memory: machine_memory.MachineMemory) -> None:
         assert memory.final is not None
@@ -325,7 +319,7 @@ def the_end_does_not_wait_for_the_last_commit(patch: pytest.MonkeyPatch) -> None
     patch.setitem(dict_of_steps(), MachineState.FINALISING, finalising)
 
 
-@mutation
+@MUTATIONS.plant
 def void_snapshots_are_released_while_others_restore(patch: pytest.MonkeyPatch) -> None:
     real = recovery._launch
 
@@ -336,12 +330,12 @@ def void_snapshots_are_released_while_others_restore(patch: pytest.MonkeyPatch) 
     patch.setattr(recovery, "_launch", launch)
 
 
-@mutation
+@MUTATIONS.plant
 def a_boundary_is_left_before_all_have_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "step_leaving", lambda memory: bool(memory.outcomes))
 
 
-@mutation
+@MUTATIONS.plant
 def workers_of_a_restart_are_taken_for_idle(patch: pytest.MonkeyPatch) -> None:
     real = event_handlers.begin
 

@@ -18,8 +18,9 @@ from picotron_ray.cli import app
 from picotron_ray.observability.alerts.prometheus_rules import EXPRESSIONS, LEFT_OUT
 from picotron_ray.observability.alerts.rules import BY_NAME
 from picotron_ray.observability.catalogue import CATALOGUE
-from tests.server.test_prometheus import free_port, wait_for
+from tests.server.test_prometheus import wait_for
 from tests.support.debian import unpacked
+from tests.support.prometheus import PrometheusServer, free_port, listed
 from tests.support.runs.planted_anomalies import everywhere, planted_job
 from tests.support.runs.ray_runs import start
 
@@ -128,11 +129,10 @@ def connected(local_ray: LocalRay) -> Iterator[None]:
     ray.shutdown()
 
 
-class Prometheus:
+class Prometheus(PrometheusServer):
     """A server that scrapes a run, judges its rules every second, and tells Alertmanager."""
 
     def __init__(self, programs: Path, folder: Path, targets: Path, manager: str) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
         rules = json.loads(printed("--rules", "--json"))
         for group in rules["groups"]:
             group["interval"] = "1s"
@@ -140,35 +140,15 @@ class Prometheus:
                 if "alert" in rule:  # a window is a second here
                     rule["for"] = rule["for"].replace("m", "s")
         (folder / "rules.yml").write_text(json.dumps(rules))
-        config = folder / "prometheus.yml"
+        managers = [{"static_configs": [{"targets": [manager.removeprefix("http://")]}]}]
         settings = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(folder / "rules.yml")],
-            "scrape_configs": [
-                {"job_name": "run", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
-            ],
-            "alerting": {
-                "alertmanagers": [{"static_configs": [{"targets": [manager.removeprefix("http://")]}]}]
-            },
+            "scrape_configs": [{"job_name": "run", "file_sd_configs": listed(targets)}],
+            "alerting": {"alertmanagers": managers},
         }
-        config.write_text(json.dumps(settings))
-        checked = promtool(programs, "check", "config", config)
+        super().__init__(programs / "prometheus", folder, settings)
+        checked = promtool(programs, "check", "config", self.config)
         assert checked.returncode == 0, checked.stdout + checked.stderr
-        options = {
-            "config.file": config,
-            "storage.tsdb.path": folder / "tsdb",
-            "web.listen-address": self.url.removeprefix("http://"),
-        }
-        with (folder / "prometheus.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [programs / "prometheus", *(f"--{name}={value}" for name, value in options.items())],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(timeout=30)
 
 
 @pytest.mark.deep

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -19,6 +17,7 @@ import pytest
 
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.observability.metric import series_of
+from tests.support.prometheus import PrometheusServer, free_port, listed
 from tests.support.runs.ray_runs import Watched, start, tiny_job
 
 pytestmark = [
@@ -26,12 +25,6 @@ pytestmark = [
     # Ray's test Cluster leaves sockets to the garbage collector while it looks for free ports
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -78,32 +71,12 @@ WITHOUT_PEAK = ("picotron_training_mfu_ratio",)
 """Metrics that a CPU which nobody has probed does not have: `tests/pure/observability` has their samples."""
 
 
-class Prometheus:
+class Prometheus(PrometheusServer):
     """A server that scrapes every second what the given lists of endpoints name."""
 
     def __init__(self, program: Path, folder: Path, lists: dict[str, Path]) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
-        jobs = [
-            {"job_name": job, "file_sd_configs": [{"files": [str(file)], "refresh_interval": "1s"}]}
-            for job, file in lists.items()
-        ]
-        settings = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-            "scrape_configs": jobs,
-        }
-        config = folder / "prometheus.yml"
-        config.write_text(json.dumps(settings))  # JSON is YAML
-        options = {
-            "config.file": config,
-            "storage.tsdb.path": folder / "tsdb",
-            "web.listen-address": self.url.removeprefix("http://"),
-        }
-        with (folder / "prometheus.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [program, *(f"--{name}={value}" for name, value in options.items())],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        jobs = [{"job_name": job, "file_sd_configs": listed(file)} for job, file in lists.items()]
+        super().__init__(program, folder, {"scrape_configs": jobs})
 
     def ask(self, query: str) -> list[dict[str, Any]]:
         """Labels of every series that a query finds; none while the server is not up."""
@@ -114,10 +87,6 @@ class Prometheus:
         except (ConnectionError, urllib.error.URLError):
             return []
         return [series["metric"] for series in found]
-
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(timeout=30)
 
 
 @pytest.fixture

@@ -17,6 +17,9 @@ from tests.support.gloo.train_jobs.train_jobs import aborted_at_random
 from tests.support.selection import also_deep
 
 ROUNDS = 8
+LEAVE_S = 10.0
+"""Far below the 30 s after which an operation that the abort missed gives up by itself, and above the seconds
+for which a process of a busy machine may not run."""
 PLAIN, RING = KernelsConfig(), KernelsConfig(tp_overlap="ring")
 LAYOUTS = [
     (Layout(dp=4, micro_batch=2), PLAIN),
@@ -56,4 +59,4 @@ def check(pool: Pool, job: JobConfig, layout: Layout) -> None:
     for number, moments in enumerate(zip(*per_rank, strict=True)):
         ordered = min(order for order, _ in moments)
         left = max(left for _, left in moments)
-        assert left - ordered < 1.5, f"round {number}: the last rank left after {left - ordered:.1f} s"
+        assert left - ordered < LEAVE_S, f"round {number}: the last rank left after {left - ordered:.1f} s"

@@ -15,7 +15,7 @@ from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.stored import StoredSource
-from picotron_ray.runtime.driver import follow_run, stored_run
+from picotron_ray.runtime.driver import follow_run, find_stored
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class LiveSource:
         try:
             if self._stored is None:
                 job = JobConfig.model_validate(self._config)
-                self._stored = StoredSource(self.run, stored_run.storage_of(job), self.curves)
+                self._stored = StoredSource(self.run, find_stored.storage_of(job), self.curves)
             self._stored.read()
             self._past = self._stored.generations(), self._stored.commits()
             self._notes = self._stored.notes

@@ -7,7 +7,7 @@ from typing import Any
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.stored import StoredSource
-from picotron_ray.runtime.driver import control, launch_mark, stored_run
+from picotron_ray.runtime.driver import control, launch_mark, find_stored
 from picotron_ray.runtime.ray_cluster import connect
 
 
@@ -18,8 +18,8 @@ def find(word: str) -> LiveSource | StoredSource:
         ConfigError: there is none, or a newer version wrote its storage.
         StorageError: storage does not answer.
     """
-    if stored_run.is_address(word):
-        name, storage = stored_run.at_address(word)
+    if find_stored.is_address(word):
+        name, storage = find_stored.at_address(word)
         return StoredSource(name, storage)
     control.refuse_no_name(word)
     try:
@@ -32,7 +32,7 @@ def find(word: str) -> LiveSource | StoredSource:
 def _stored(run: str, error: Exception) -> StoredSource:
     if launch_mark.launcher(run) is not None:
         raise error
-    storage = stored_run.of_name(run)
+    storage = find_stored.of_name(run)
     if storage is None or storage.size("run.json") is None:
         raise error
     return StoredSource(run, storage)
@@ -43,7 +43,7 @@ def after(live: LiveSource) -> StoredSource | None:
     storage: Any = live.storage
     try:
         if storage is None:
-            storage = stored_run.of_name(live.run)
+            storage = find_stored.of_name(live.run)
         return None if storage is None else StoredSource(live.run, storage, live.curves)
     except (ConfigError, StorageError):
         return None

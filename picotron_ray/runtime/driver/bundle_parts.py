@@ -19,7 +19,7 @@ from picotron_ray.observability.logs.store import tail
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.redaction import HIDDEN, is_secret_name
 from picotron_ray.runtime.coordinator.event_log import files
-from picotron_ray.runtime.driver import control, ended_run, follow_run, run_logs, stored_run
+from picotron_ray.runtime.driver import control, ended_run, follow_run, run_logs, find_stored
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, event_folder
 
@@ -70,8 +70,8 @@ class BundleSource:
         self.asked = run
         self._coordinator: Any = None
         self._storage: Storage | None = None
-        if stored_run.is_address(run):
-            self.run, self._storage = stored_run.at_address(run)
+        if find_stored.is_address(run):
+            self.run, self._storage = find_stored.at_address(run)
         else:
             control.refuse_no_name(run)
             self.run = run
@@ -81,14 +81,14 @@ class BundleSource:
         try:
             self._coordinator, _ = control.connect_to_run(self.run)
         except PicotronError as error:
-            self._storage = stored_run.of_name(self.run)
+            self._storage = find_stored.of_name(self.run)
             if self._storage is None:
                 raise ConfigError(
                     f"{error}; a run that is over is found by its address in storage (storage.url/NAME)"
                 ) from error
             return
         job = ended_run.last_job(self.run)
-        self._storage = None if job is None else stored_run.storage_of(job)
+        self._storage = None if job is None else find_stored.storage_of(job)
 
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """(name, how to get it) of all parts; the small ones that matter most come first."""
@@ -113,7 +113,7 @@ class BundleSource:
             if seen is None:
                 raise follow_run.LostRunError("the coordinator does not answer")
             return seen
-        end = None if stored_run.is_address(self.asked) else ended_run.find_end(self.run)
+        end = None if find_stored.is_address(self.asked) else ended_run.find_end(self.run)
         return end or {}
 
     def status(self) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.logs.lines import decode
 from picotron_ray.observability.logs.pages import Cursor, LogPage, page_of, read_page
 from picotron_ray.observability.logs.query import Query
-from picotron_ray.runtime.driver import follow_run, launch_mark, stored_run
+from picotron_ray.runtime.driver import follow_run, launch_mark, find_stored
 from picotron_ray.runtime.driver.run_connection import refuse_no_name
 from picotron_ray.runtime.log_shipping import stored_lines
 from picotron_ray.runtime.ray_cluster import connect, local_ray
@@ -45,8 +45,8 @@ class LogReaders:
             ConfigError: it is neither.
         """
         self._storage = None
-        if stored_run.is_address(run):
-            run, self._storage = stored_run.at_address(run)
+        if find_stored.is_address(run):
+            run, self._storage = find_stored.at_address(run)
         else:
             refuse_no_name(run)
         self.run = run
@@ -148,7 +148,7 @@ class LogReaders:
 
     def _read_storage(self) -> dict[str, list[bytes]]:
         """Lines by node, without those that are there twice."""
-        storage = self._storage or stored_run.of_name(self.run)
+        storage = self._storage or find_stored.of_name(self.run)
         objects = {} if storage is None else stored_lines(storage)
         found: dict[str, dict[int, bytes]] = {}
         for lines in objects.values():

@@ -17,7 +17,7 @@ from picotron_ray.observability.logs.lines import encode, time_text
 from picotron_ray.observability.logs.pages import START, Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.observability.logs.store import LogStore
-from picotron_ray.runtime.driver import log_readers, run_logs, stored_run
+from picotron_ray.runtime.driver import log_readers, run_logs, find_stored
 from picotron_ray.runtime.log_shipping import dead_key, node_key
 from picotron_ray.runtime.ray_cluster import local_ray, log_folders
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_over_is_read_from_storage_alone_each_line_once(home: Path
 
 def test_an_address_with_credentials_is_refused_without_them() -> None:
     with pytest.raises(ConfigError, match=r"credentials") as refused:
-        stored_run.at_address("s3://me:hunter2hunter2@bucket/runs/night")
+        find_stored.at_address("s3://me:hunter2hunter2@bucket/runs/night")
     assert "hunter2" not in str(refused.value)
 
 
@@ -130,7 +130,7 @@ def test_storage_that_does_not_answer_hides_no_line_that_is_here(monkeypatch: py
     def away(run: str) -> None:
         raise StorageError("away")
 
-    monkeypatch.setattr(stored_run, "of_name", away)
+    monkeypatch.setattr(find_stored, "of_name", away)
     assert set(readers._of_storage({"a" * 16: lambda *_: LogPage((), START, False)})) == set()
     readers._stored = None
     with pytest.raises(ConfigError, match="the storage of 'night' does not tell: away"):

@@ -135,7 +135,7 @@ def test_storage_that_hangs_keeps_no_look_waiting(
     hangs, storage = threading.Event(), store_run(tmp_path)
     monkeypatch.setattr(live, "FIRST_S", 0.1)
     monkeypatch.setattr(live.JobConfig, "model_validate", lambda config: hangs.wait(20))
-    monkeypatch.setattr(live.stored_run, "storage_of", lambda job: storage)
+    monkeypatch.setattr(live.find_stored, "storage_of", lambda job: storage)
     began_s = time.monotonic()
     facts = run.look()
     assert facts is not None
@@ -155,7 +155,7 @@ def test_a_page_goes_over_to_storage_when_the_run_ends(
     storage = store_run(tmp_path)
     left: list[bool] = []
     monkeypatch.setattr(sources, "find", lambda word: run)
-    monkeypatch.setattr(sources.stored_run, "of_name", lambda name: storage)
+    monkeypatch.setattr(sources.find_stored, "of_name", lambda name: storage)
     monkeypatch.setattr(watch.follow_run, "disconnect", lambda: left.append(True))
     page = Watch("told")
     assert page.sections()["head"]["source"] == "live"

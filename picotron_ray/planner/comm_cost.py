@@ -8,7 +8,7 @@ from typing import NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.device_profile import HALF_A_SUM, DeviceProfile, PassCost
 from picotron_ray.planner.kept_activations import STATE_BYTES, casts
 from picotron_ray.planner.model_sizes import sizes_of
 
@@ -44,13 +44,20 @@ def tensor_passes(
         return NOTHING
     wider = (1 + stream_width(job, profile)) / 2
     moved = wider * hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
-    seconds = moved / group_link(profile, node_sizes, layout.tp, 1) + profile.latency_s
+    bytes_s = group_link(profile, node_sizes, layout.tp, 1)
+    seconds = moved / bytes_s + profile.latency_s
     if job.kernels.tp_overlap != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
         if job.model.moe.experts:  # attention alone
             return PassTimes(5 * parted + 4 * seconds, 2 * parted + seconds)
         return PassTimes(10 * parted, 4 * parted)
-    return PassTimes(8 * seconds, (3 if sizes_of(job.model).sequence_cut else 2) * seconds)
+    if not sizes_of(job.model).sequence_cut:
+        return PassTimes(8 * seconds, 2 * seconds)
+    gather, scatter = (
+        moved / bytes_s * how.per_byte + profile.latency_s * how.latency
+        for how in (profile.gather, profile.scatter)
+    )
+    return PassTimes(4 * (gather + scatter), 2 * gather + scatter)
 
 
 def context_passes(
@@ -130,10 +137,17 @@ def group_link(profile: DeviceProfile, node_sizes: tuple[int, ...], ranks: int, 
     return min(profile.link_bytes_s, together * profile.node_link_bytes_s)
 
 
-def pass_s(size: float, ranks: int, calls: float, profile: DeviceProfile, bytes_s: float) -> float:
-    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes. An all-reduce is both."""
+def pass_s(
+    size: float,
+    ranks: int,
+    calls: float,
+    profile: DeviceProfile,
+    bytes_s: float,
+    how: PassCost = HALF_A_SUM,
+) -> float:
+    """Seconds of a reduce-scatter or an all-gather of ``size`` bytes, or of half an all-reduce."""
     if ranks == 1:
         return 0.0
     moved = size * (ranks - 1) / ranks
     latency = max(1.0, calls) * math.log2(ranks) * profile.latency_s
-    return moved / bytes_s + latency
+    return moved / bytes_s * how.per_byte + latency * how.latency

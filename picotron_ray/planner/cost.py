@@ -334,8 +334,9 @@ def _data(
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
         blocks = _depth(job, layout, profile) + 2
-        total += gathers * pass_s(weights * size, layout.shards, blocks, profile, shards_link)
-        total += reductions * pass_s(gradients * size, layout.shards, blocks, profile, shards_link)
+        shared = (layout.shards, blocks, profile, shards_link)
+        total += gathers * pass_s(weights * size, *shared, profile.gather)
+        total += reductions * pass_s(gradients * size, *shared, profile.scatter)
     return total + ends
 
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from picotron_ray.planner.software_profile import PLAIN, SoftwareProfile
+
+
+class PassCost(NamedTuple):
+    """Cost of an all-gather or a reduce-scatter, as multiples of half an all-reduce's."""
+
+    per_byte: float = 1.0
+    latency: float = 1.0
+
+
+HALF_A_SUM = PassCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,8 @@ class DeviceProfile:
         memory_bytes_s: device memory that operations on single elements read and write per second.
         link_bytes_s: bandwidth between two workers of one node, bytes per second and direction.
         latency_s: seconds that one collective or message costs besides its bytes.
+        gather, scatter: an all-gather and a reduce-scatter against half an all-reduce, whose figures
+            ``link_bytes_s`` and ``latency_s`` are.
         node_link_bytes_s: bandwidth per worker between nodes; 0: as inside a node.
         host_link_bytes_s: bandwidth between device and host memory, bytes per second and direction.
         host_bytes_s: host memory that one thread reads and writes per second.
@@ -39,6 +52,8 @@ class DeviceProfile:
     memory_bytes: float
     link_bytes_s: float
     latency_s: float
+    gather: PassCost = HALF_A_SUM
+    scatter: PassCost = HALF_A_SUM
     node_link_bytes_s: float = 0.0
     kernel_s: float = 0.0
     host_link_bytes_s: float = 1e10

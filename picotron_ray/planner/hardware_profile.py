@@ -19,10 +19,13 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.device_profile import DeviceProfile, PassCost
 from picotron_ray.planner.software_profile import OURS, SoftwareProfile
 
 LinkClass = Literal["loopback", "nvlink", "pcie", "cross_node"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+LEAST_LATENCY_S = 1e-7
+"""Below it a fitted latency is none."""
 CPU_SOFTWARE = SoftwareProfile(
     pointwise=OURS.pointwise, compiled_pointwise=OURS.compiled_pointwise, stops_early=True, update_bytes=28.0
 )
@@ -56,8 +59,9 @@ class AttentionPoint(_Frozen):
 
 
 class CollectivePoint(_Frozen):
-    """Seconds of one all-reduce of so many bytes over so many ranks."""
+    """Seconds of one collective over so many ranks; ``size`` is of the whole tensor, not of a rank's part."""
 
+    kind: CollectiveKind = "all_reduce"
     link: LinkClass
     ranks: int = Field(ge=2)
     size: int = Field(gt=0)
@@ -156,8 +160,8 @@ class HardwareProfile(_Frozen):
                 f"--hardware: saw no matrix products in {dtype} in the profile, expected {self.dtypes()};"
                 " choose that precision, or probe again"
             )
-        inside = link_fit([point for point in self.collectives if point.link != "cross_node"])
-        between = link_fit([point for point in self.collectives if point.link == "cross_node"])
+        inside = link_fit(self._timed("all_reduce", inside=True))
+        between = link_fit(self._timed("all_reduce", inside=False))
         attention = [point for point in self.attention if point.dtype == dtype]
         bandwidth, latency = inside or between or (self.memory_bytes_s, 1e-6)
         return DeviceProfile(
@@ -173,8 +177,26 @@ class HardwareProfile(_Frozen):
             matmul_half=max(half, 1e-9),
             attention_flops=median(point.forward_flops_s for point in attention) if attention else 0.0,
             attention_backward_flops=median(p.backward_flops_s for p in attention) if attention else 0.0,
+            gather=self._against_sums("all_gather", not inside),
+            scatter=self._against_sums("reduce_scatter", not inside),
             software=OURS if self.device == "cuda" else CPU_SOFTWARE,
         )
+
+    def _timed(self, kind: CollectiveKind, inside: bool) -> list[CollectivePoint]:
+        """Collectives of a kind inside a node, or between nodes."""
+        return [
+            point
+            for point in self.collectives
+            if point.kind == kind and (point.link != "cross_node") is inside
+        ]
+
+    def _against_sums(self, kind: CollectiveKind, between: bool) -> PassCost:
+        """Cost of a kind against half an all-reduce's; as much where it was not timed."""
+        sums, found = (link_fit(self._timed(each, not between)) for each in ("all_reduce", kind))
+        if sums is None or found is None:
+            return PassCost()
+        latency = found[1] / sums[1] if sums[1] > LEAST_LATENCY_S else 1.0
+        return PassCost(sums[0] / found[0], latency)
 
 
 def matmul_fit(points: Sequence[MatmulPoint]) -> tuple[float, float]:
@@ -189,15 +211,19 @@ def matmul_fit(points: Sequence[MatmulPoint]) -> tuple[float, float]:
 
 
 def link_fit(points: Sequence[CollectivePoint]) -> tuple[float, float] | None:
-    """Bytes per second and latency of a link; None for no points.
+    """Bytes per second and latency of a link by one kind of collective; None for no points.
 
-    Weighted by 1 / seconds², so that small messages count as much as large ones. Neither is below what the
-    fastest message shows.
+    An all-reduce counts as two passes, a reduce-scatter and an all-gather as one. Weighted by
+    1 / seconds², so that small messages count as much as large ones. Neither is below what the fastest message shows.
     """
     if not points:
         return None
     rows = [
-        (point.size * (point.ranks - 1) / point.ranks, math.log2(point.ranks), point.seconds / 2)
+        (
+            point.size * (point.ranks - 1) / point.ranks,
+            math.log2(point.ranks),
+            point.seconds / (2 if point.kind == "all_reduce" else 1),
+        )
         for point in points
     ]
     a = sum((x / t) ** 2 for x, _, t in rows)

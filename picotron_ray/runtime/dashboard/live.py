@@ -15,7 +15,7 @@ from picotron_ray.runtime.dashboard.agent_figures import NodeScrapes
 from picotron_ray.runtime.dashboard.curves import Curves
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.stored import StoredSource
-from picotron_ray.runtime.driver import follow_run, find_stored
+from picotron_ray.runtime.driver import find_stored, follow_run
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
 
 log = logging.getLogger(__name__)

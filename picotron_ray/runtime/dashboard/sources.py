@@ -7,7 +7,7 @@ from typing import Any
 from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.stored import StoredSource
-from picotron_ray.runtime.driver import control, launch_mark, find_stored
+from picotron_ray.runtime.driver import control, find_stored, launch_mark
 from picotron_ray.runtime.ray_cluster import connect
 
 

@@ -19,7 +19,7 @@ from picotron_ray.observability.logs.store import tail
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.redaction import HIDDEN, is_secret_name
 from picotron_ray.runtime.coordinator.event_log import files
-from picotron_ray.runtime.driver import control, ended_run, follow_run, run_logs, find_stored
+from picotron_ray.runtime.driver import control, ended_run, find_stored, follow_run, run_logs
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, event_folder
 

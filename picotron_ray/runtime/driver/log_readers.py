@@ -19,7 +19,7 @@ from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.observability.logs.lines import decode
 from picotron_ray.observability.logs.pages import Cursor, LogPage, page_of, read_page
 from picotron_ray.observability.logs.query import Query
-from picotron_ray.runtime.driver import follow_run, launch_mark, find_stored
+from picotron_ray.runtime.driver import find_stored, follow_run, launch_mark
 from picotron_ray.runtime.driver.run_connection import refuse_no_name
 from picotron_ray.runtime.log_shipping import stored_lines
 from picotron_ray.runtime.ray_cluster import connect, local_ray

@@ -201,9 +201,11 @@ def _sizes_left_out(
     groups: Sequence[tuple[str, Sequence[int]]], sums: Sequence[CollectivePoint], sizes: int
 ) -> list[str]:
     """Name the groups in which not all sizes were timed."""
-    timed: Counter[tuple[str, int]] = Counter((point.link, point.ranks) for point in sums)
+    timed: Counter[tuple[str, int]] = Counter(
+        (point.link, point.ranks) for point in sums if point.kind == "all_reduce"
+    )
     return [
-        f"left out: {sizes - timed[link, len(ranks)]} of {sizes} sizes of sums over {len(ranks)} ranks"
+        f"left out: {sizes - timed[link, len(ranks)]} of {sizes} sizes of collectives over {len(ranks)} ranks"
         f" ({link}) (--budget-s)"
         for link, ranks in groups
         if timed[link, len(ranks)] < sizes
@@ -258,10 +260,10 @@ def _middle(measured: Sequence[Sequence[MatmulPoint]]) -> list[MatmulPoint]:
 
 def _slowest(timed: Sequence[Sequence[CollectivePoint]]) -> list[CollectivePoint]:
     """Each collective with the seconds of its slowest rank."""
-    found: dict[tuple[str, int, int], CollectivePoint] = {}
+    found: dict[tuple[str, str, int, int], CollectivePoint] = {}
     for points in timed:
         for point in points:
-            key = point.link, point.ranks, point.size
+            key = point.kind, point.link, point.ranks, point.size
             if key not in found or point.seconds > found[key].seconds:
                 found[key] = point
     return list(found.values())

@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -25,7 +25,7 @@ LEAST_SIZES = 2
 """Sizes that are timed however long they take."""
 REPEATS = 8
 PRODUCT, PRODUCTS, SUMS = 512, 3, 32
-"""Size and number of the matrix products before each of so many all-reduces: some 10 ms of a CPU core."""
+"""Size and number of the matrix products before each of so many collectives: some 10 ms of a CPU core."""
 SMALL = 2**20
 """Larger messages are summed `REPEATS` times: their bytes take longer than a core is waited for."""
 WAIT = timedelta(seconds=60)
@@ -85,7 +85,7 @@ class ProbeWorker:
     def collectives(
         self, groups: Sequence[tuple[str, Sequence[int]]], seconds: float
     ) -> list[CollectivePoint]:
-        """Time all-reduces by size in each group that it is of; groups are made by all, in order.
+        """Time collectives by size in each group that it is of; groups are made by all, in order.
 
         Args:
             seconds: for each group, beyond which no further size is timed.
@@ -102,11 +102,10 @@ class ProbeWorker:
             self._synchronise()
             until = time.monotonic() + seconds
             for number, size in enumerate(sizes_for(self._device.type), 1):
-                values = torch.ones(size // 4, device=self._device)
-                taken = self._all_reduce_s(values, group)
-                found.append(
-                    CollectivePoint(link=link, ranks=len(ranks), size=size, seconds=taken)  # type: ignore[arg-type]
-                )
+                for kind, collective in self._collectives(size, group):
+                    taken = self._after_computing_s(collective, size)
+                    point = CollectivePoint(kind=kind, link=link, ranks=len(ranks), size=size, seconds=taken)  # type: ignore[arg-type]
+                    found.append(point)
                 over = number >= LEAST_SIZES and time.monotonic() > until
                 stop = torch.tensor([float(over)], device=self._device)
                 dist.all_reduce(stop, group=group)
@@ -161,27 +160,39 @@ class ProbeWorker:
         (dist.send if first else dist.recv)(word, peer)
         return bool(word.item())
 
-    def _all_reduce_s(self, values: Any, group: Any) -> float:
+    def _collectives(self, size: int, group: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Name and call of each kind, as the engine calls it, on tensors of about ``size`` bytes."""
+        import torch
+
+        from picotron_ray.comm.collectives.collectives import Collectives
+
+        engine, ranks = Collectives("probe"), group.size()
+        whole = torch.ones(-(-size // 4 // ranks) * ranks, device=self._device)
+        part = torch.ones(whole.numel() // ranks, device=self._device)
+        yield "all_reduce", lambda: engine.all_reduce_(whole, group)
+        yield "all_gather", lambda: engine.all_gather(whole, part, group)
+        yield "reduce_scatter", lambda: engine.reduce_scatter(part, whole, group)
+
+    def _after_computing_s(self, collective: Callable[[], object], size: int) -> float:
         """Mean seconds after computing, as a step has it, without the slowest and the fastest eighth.
 
         On CPUs the threads that send have to win a core from those that compute: between two idle workers a
         small sum takes a tenth of what it takes in a step.
         """
         import torch
-        import torch.distributed as dist
 
-        sums = SUMS if values.nbytes <= SMALL else REPEATS
+        repeats = SUMS if size <= SMALL else REPEATS
         matrix = torch.ones(PRODUCT, PRODUCT, device=self._device)
         taken = []
-        for _ in range(1 + sums):
+        for _ in range(1 + repeats):
             for _ in range(PRODUCTS):
                 torch.mm(matrix, matrix)
             self._synchronise()
             began = time.perf_counter()
-            dist.all_reduce(values, group=group)
+            collective()
             self._synchronise()
             taken.append(time.perf_counter() - began)
-        return fmean(sorted(taken[1:])[sums // 8 : -sums // 8])
+        return fmean(sorted(taken[1:])[repeats // 8 : -repeats // 8])
 
     def _synchronise(self) -> None:
         import torch

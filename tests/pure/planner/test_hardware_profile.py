@@ -13,6 +13,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.cost import step_cost
+from picotron_ray.planner.device_profile import HALF_A_SUM
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.hardware_profile import (
     CollectivePoint,
@@ -106,6 +107,34 @@ def test_a_profile_becomes_what_the_cost_model_takes(tmp_path: Path) -> None:
     assert found.software.overlap == "none", "gloo shares the cores that compute"
     with pytest.raises(ConfigError, match=r"no matrix products in bf16 .* expected \['fp32'\]"):
         load_profile(stored(tmp_path)).device_profile("bf16")
+
+
+def test_gathers_and_scatters_cost_what_was_timed_of_them(tmp_path: Path) -> None:
+    """gloo's all-gather of a kilobyte takes as long as its all-reduce, not half of it."""
+
+    def points(kind: str, per_byte: float, latency_s: float) -> list[dict[str, object]]:
+        return [
+            {
+                "kind": kind, "link": "loopback", "ranks": 2, "size": size,
+                "seconds": (2 if kind == "all_reduce" else 1) * (size / 2 * per_byte + latency_s),
+            }
+            for size in (2**10, 2**17, 2**24)
+        ]  # fmt: skip
+
+    sums = points("all_reduce", 1e-9, 1e-4)
+    parts = [*points("all_gather", 2e-9, 2e-4), *points("reduce_scatter", 3e-9, 4e-4)]
+    plain = load_profile(stored(tmp_path, collectives=sums)).device_profile("fp32")
+    timed = load_profile(stored(tmp_path, collectives=[*sums, *parts])).device_profile("fp32")
+    assert (plain.gather, plain.scatter) == (HALF_A_SUM, HALF_A_SUM)
+    assert timed.gather == pytest.approx((2, 2))
+    assert timed.scatter == pytest.approx((3, 4))
+    job = load_job("tiny")
+    layouts = Layout(tp=2, micro_batch=1), Layout(dp=2, zero=3, micro_batch=1), Layout(dp=2, micro_batch=1)
+    costs = [[step_cost(job, layout, profile) for profile in (plain, timed)] for layout in layouts]
+    (tp, tp_timed), (zero, zero_timed), (dp, dp_timed) = costs
+    assert 2.5 * tp.tensor_s < tp_timed.tensor_s < 3 * tp.tensor_s, "four of each"
+    assert 7 / 3 * zero.data_s < zero_timed.data_s < 8 / 3 * zero.data_s, "two gathers, one scatter"
+    assert dp_timed.data_s == dp.data_s, "a sum is a sum"
 
 
 def test_workers_share_the_cores_of_one_machine(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from picotron_ray.observability.logs.lines import encode, time_text
 from picotron_ray.observability.logs.pages import START, Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.observability.logs.store import LogStore
-from picotron_ray.runtime.driver import log_readers, run_logs, find_stored
+from picotron_ray.runtime.driver import find_stored, log_readers, run_logs
 from picotron_ray.runtime.log_shipping import dead_key, node_key
 from picotron_ray.runtime.ray_cluster import local_ray, log_folders
 

@@ -214,7 +214,8 @@ def link_fit(points: Sequence[CollectivePoint]) -> tuple[float, float] | None:
     """Bytes per second and latency of a link by one kind of collective; None for no points.
 
     An all-reduce counts as two passes, a reduce-scatter and an all-gather as one. Weighted by
-    1 / seconds², so that small messages count as much as large ones. Neither is below what the fastest message shows.
+    1 / seconds², so that small messages count as much as large ones. Neither is below what the fastest
+    message shows.
     """
     if not points:
         return None

@@ -160,7 +160,7 @@ def test_report_writes_page_and_account(done: Path, tmp_path: Path) -> None:
         (["{folder}/other", "--json", "-"], "other"),
         (["{folder}"], "--to: saw neither"),
         (["{folder}", "--to", "{folder}/none/r.html"], "expected a file in a folder that exists"),
-        (["file://{folder}x", "--to", "{folder}/r.html"], "a folder or prefix with a run.json"),
+        (["file://{folder}x", "--to", "{folder}/r.html"], "expected a local folder or s3://"),
     ],
 )
 def test_bad_words_are_one_line_and_exit_2(done: Path, words: list[str], says: str) -> None:

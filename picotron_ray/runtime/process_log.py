@@ -58,6 +58,12 @@ def begin() -> None:
         root.addHandler(handler)
 
 
+def belong(trace: str | None) -> None:
+    """Have the records of a process that does not train carry the id of its run's trace."""
+    if trace is not None:
+        place(lambda: Place(trace=trace))
+
+
 def place(where: Where) -> None:
     """Have records say from now on where in training this process is; ``where`` is called for each."""
     _FORMATTER.where = where

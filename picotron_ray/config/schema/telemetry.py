@@ -18,6 +18,29 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 """Axes of a layout along which a rank sends."""
 
 
+class OtelConfig(Section):
+    """Spans of a run for an OpenTelemetry collector (``pip install 'picotron-ray[otel]'``).
+
+    Headers, such as a token, come from ``OTEL_EXPORTER_OTLP_HEADERS`` in the environment of the coordinator's
+    node, and are never told.
+
+    Example::
+
+        telemetry:
+          otel:
+            endpoint: http://collector:4318
+    """
+
+    endpoint: str | None = Field(
+        default=None,
+        description="collector that takes OTLP over HTTP, http:// or https://, /v1/traces added where it is"
+        " missing; null: no spans",
+    )
+    sample_steps: int = Field(
+        default=100, ge=0, description="steps from one that becomes a span to the next; 0: none does"
+    )
+
+
 class TelemetryConfig(Section):
     """Figures of steps: each worker notes them, its node's agent sums them up, the coordinator reads them.
 
@@ -38,3 +61,4 @@ class TelemetryConfig(Section):
         description="peak of one worker's device that MFU refers to, such as the fastest product of"
         " `picotron-ray probe`; null: its data sheet's, where that is known, else there is no MFU",
     )
+    otel: OtelConfig = OtelConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
@@ -18,6 +19,14 @@ class Extra(NamedTuple):
     missing: str
 
 
+def is_there(module: str) -> bool:
+    """Whether a module, or what it is part of, is installed."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def needed_extras(job: JobConfig) -> list[Extra]:
     """List the packages of a job; all its nodes must have them, in one version."""
     found = []
@@ -28,4 +37,8 @@ def needed_extras(job: JobConfig) -> list[Extra]:
     if job.kernels.attention == "flash-attn":
         text = "saw flash-attn, which is not there; install picotron-ray[flash] on every node, or use auto"
         found.append(Extra("kernels.attention", "flash_attn", "flash-attn", text))
+    if job.telemetry.otel.endpoint is not None:
+        name = "opentelemetry-exporter-otlp-proto-http"
+        text = f"saw a collector, but {name} is not there; install picotron-ray[otel] on every node"
+        found.append(Extra("telemetry.otel.endpoint", "opentelemetry.exporter.otlp.proto.http", name, text))
     return found

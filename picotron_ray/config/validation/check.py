@@ -10,7 +10,17 @@ from __future__ import annotations
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import possible
-from picotron_ray.config.validation import adapt, alerts, comm, compute, kernels, memory, model, service
+from picotron_ray.config.validation import (
+    adapt,
+    alerts,
+    comm,
+    compute,
+    kernels,
+    memory,
+    model,
+    service,
+    telemetry,
+)
 
 RULES = (
     *adapt.RULES,
@@ -21,6 +31,7 @@ RULES = (
     *memory.RULES,
     *service.RULES,
     *alerts.RULES,
+    *telemetry.RULES,
 )
 
 

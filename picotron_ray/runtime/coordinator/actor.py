@@ -387,6 +387,6 @@ class Coordinator(AlertCalls, CoordinatorLogs, OperatorDoor):
         except (StorageError, FencedError) as error:
             log.warning("summary not written: %s", error)
         if self._tracking is not None:
-            await self._tracking.finish()
+            await self._tracking.finish(summary["status"])
         targets_file(Path(self._options["event_folder"])).unlink(missing_ok=True)
         return summary

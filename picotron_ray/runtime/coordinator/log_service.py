@@ -19,6 +19,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
 from picotron_ray.observability.logs.pages import Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
+from picotron_ray.observability.spans import trace_of
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.coordinator.cluster import Cluster
 from picotron_ray.runtime.log_shipping import dead_key, free_slots
 from picotron_ray.runtime.node_logs import NodeLogs
@@ -36,6 +38,7 @@ class CoordinatorLogs:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
+        process_log.belong(trace_of(job))
         self._logs = NodeLogs(job, ray.get_runtime_context().get_node_id(), COORDINATOR)
 
     def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:

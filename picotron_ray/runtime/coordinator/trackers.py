@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from picotron_ray.observability.remote_trackers import folder_of, open_tracker
 from picotron_ray.observability.tracker_owner import take_folder
 from picotron_ray.observability.trackers import Row, Tracker, row_of
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.coordinator.span_export import SpanExport
 from picotron_ray.runtime.run_storage.run_store import RunStore
 
 log = logging.getLogger(__name__)
@@ -40,18 +42,23 @@ class Tracking:
         self._folder = tracker_folder(event_folder)
         self._trackers: dict[int, Tracker] = {}  # by number in the config, once it could be opened
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers") if job.trackers else None
+        self._spans = SpanExport(job, record) if job.telemetry.otel.endpoint else None
         self._submit(self._catch_up)
 
     def observe(self, event: m.Event, commands: list[m.Command]) -> None:
         """Follow what the machine handled: commits bring rows, and a generation may go back behind some."""
         if isinstance(event, m.Appended) and event.kind == "commit" and event.seq:
             self._submit(self._catch_up)
+        if self._spans is not None:
+            self._spans.observe(event, commands, time.time())
         for command in commands:
             if isinstance(command, m.RunGeneration):
                 self._submit(self._rewind, command.spec.resume_step)
 
-    async def finish(self) -> None:
+    async def finish(self, status: str) -> None:
         """Write the last rows and end every tracker; gives up after ``END_TIMEOUT_S``."""
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.finish, status)
         if self._thread is None:
             return
         for work in (self._catch_up, self._close):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from importlib.util import find_spec
 
 from picotron_ray.checkpoint.storage.base import JSON_BYTES, Storage, get_bounded
 from picotron_ray.checkpoint.store.run_log import RunLog, decode_entry, entry_key
@@ -15,7 +14,7 @@ from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.comm import nccl_problems
 from picotron_ray.config.support.devices import device_problems, offload_problems
-from picotron_ray.config.support.extras import needed_extras
+from picotron_ray.config.support.extras import is_there, needed_extras
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.support.memory import memory_problems
 from picotron_ray.coordinator.policies.rewind import owed_step
@@ -262,4 +261,4 @@ def plan_here(job: JobConfig) -> Plan:
 
 def _missing_extras(job: JobConfig) -> dict[str, str]:
     """Find the extras that the job needs and this environment, which workers share, lacks; by config key."""
-    return {extra.key: extra.missing for extra in needed_extras(job) if find_spec(extra.module) is None}
+    return {extra.key: extra.missing for extra in needed_extras(job) if not is_there(extra.module)}

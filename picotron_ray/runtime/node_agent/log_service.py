@@ -8,6 +8,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.observability.logs.lines import Place
 from picotron_ray.observability.logs.pages import Cursor, LogPage
 from picotron_ray.observability.logs.query import Query
+from picotron_ray.observability.spans import trace_of
+from picotron_ray.runtime import process_log
 from picotron_ray.runtime.heartbeat import PageView
 from picotron_ray.runtime.node_logs import NodeLogs
 
@@ -18,6 +20,7 @@ class AgentLogs:
     """Part of an agent; any term may ask, as nothing of the run changes."""
 
     def __init__(self, job: JobConfig, node: str, pages: Callable[[], Sequence[PageView]]) -> None:
+        process_log.belong(trace_of(job))
         self._logs = NodeLogs(job, node, AGENT, lambda: places_of(pages()))
 
     def read_logs(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:

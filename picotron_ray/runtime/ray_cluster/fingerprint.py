@@ -6,14 +6,13 @@ import functools
 import platform
 from importlib.machinery import PathFinder
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import blake3
 
 import picotron_ray
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.extras import needed_extras
+from picotron_ray.config.support.extras import is_there, needed_extras
 
 
 def package_folder() -> Path:
@@ -61,7 +60,7 @@ def node_versions(job: JobConfig) -> dict[str, str]:
         "python": platform.python_version(),
     }
     for extra in needed_extras(job):
-        there = find_spec(extra.module) is not None
+        there = is_there(extra.module)
         versions[extra.distribution] = version(extra.distribution) if there else "not installed"
     if job.model.builder is not None:
         versions[f"model.builder {job.model.builder}"] = builder_fingerprint(job.model.builder)

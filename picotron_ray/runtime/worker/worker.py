@@ -27,7 +27,8 @@ from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outc
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.errors import FencedError
 from picotron_ray.failures import FailureKind
-from picotron_ray.observability.logs.lines import NOWHERE, Place
+from picotron_ray.observability.logs.lines import Place
+from picotron_ray.observability.spans import trace_of
 from picotron_ray.runtime import process_log
 from picotron_ray.runtime.chaos.worker_chaos import WorkerChaos
 from picotron_ray.runtime.garbage import set_apart
@@ -76,7 +77,7 @@ class Worker:
             prepare_nccl(os.environ)
             choose_allocator(self._job.memory.allocator)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
-        process_log.place(partial(place_of, page))
+        process_log.place(partial(place_of, page, trace_of(self._job)))
         data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
         leave_note(path, worker, data.fingerprint)
         page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
@@ -219,10 +220,10 @@ class Worker:
             log.warning("generation %s is not noted for a coordinator that restarts: %s", spec.id, error)
 
 
-def place_of(page: Page) -> Place:
-    """Place in training of a worker."""
+def place_of(page: Page, trace: str | None = None) -> Place:
+    """Place in training of a worker; ``trace``: that its records belong to."""
     term, n, rank, step = (int(page.value(name)) for name in ("term", "n", "rank", "step"))
-    return Place(f"{term}.{n}", rank, step) if term else NOWHERE
+    return Place(f"{term}.{n}", rank, step, trace) if term else Place(trace=trace)
 
 
 def preload(job: JobConfig) -> None:

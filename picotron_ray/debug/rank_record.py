@@ -23,9 +23,10 @@ _ELEMENT_BYTES = {
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"} | {
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
 }  # fmt: skip
-_KINDS = {"_all_gather_base": "all_gather", "_allgather_base": "all_gather", "all_gather_single": "all_gather"} | {
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-}  # fmt: skip
+_KINDS = {
+    **dict.fromkeys(("_all_gather_base", "_allgather_base", "all_gather_single"), "all_gather"),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), "reduce_scatter"),
+}
 Sizes = tuple[tuple[int, ...], ...]
 
 
@@ -244,7 +245,7 @@ def _groups(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, RankGroup]
 
 
 def _collectives(told: Mapping[str, Any], groups: Mapping[str, RankGroup]) -> Iterator[RankOperation]:
-    """Entries of torch's flight recorder; those of earlier generations are left out, and of unknown groups."""
+    """Entries of torch's flight recorder, but those of earlier generations and of unknown groups."""
     for one in told.get("entries", ()):
         group = groups.get(str(one["process_group"][0]))
         if group is None or one["time_created_ns"] < told.get("since_ns", 0):

@@ -1,4 +1,4 @@
-"""Python stacks as `faulthandler` writes them: which thread trains, where it is, and whether it waits there."""
+"""Python stacks as `faulthandler` writes them: which thread trains, where it is, whether it waits there."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def place_of(frames: Sequence[StackFrame]) -> str:
 
 
 def waits(frames: Sequence[StackFrame]) -> bool:
-    """Whether a stack waits for an operation: torch's communication was called from its own innermost code."""
+    """Whether a stack waits for an operation: torch's communication lies within its innermost own frame."""
     for frame in frames:
         if any(part in frame.file for part in _WAITS):
             return True

@@ -67,8 +67,8 @@ class WaitGraph:
             return
         if self._other_end(record.rank, one, peer):
             ends = tuple(sorted((record.rank, one.peer)))
-            way = one.kind == "send", one.peer if one.kind == "send" else record.rank
-            self._note((one.group, ends, way[1], one.tag, one.sequence), record, one)
+            receiver = one.peer if one.kind == "send" else record.rank
+            self._note((one.group, ends, receiver, one.tag, one.sequence), record, one)
         else:
             self.waits.setdefault(record.rank, {}).setdefault(one.peer, one)
 

@@ -1,8 +1,8 @@
 """Newest messages between ranks of this process, which gloo's flight recorder leaves out, and its groups.
 
 torch's recorder (TORCH_FR_BUFFER_SIZE) has collectives of gloo and NCCL, and NCCL's messages; gloo's messages
-are noted here, as they are called. No tensor and no operation is kept alive: of an operation that nobody holds
-any more, somebody has waited.
+are noted here, as they are called. No tensor and no operation is kept alive: an operation that nobody holds
+any more has been waited for.
 """
 
 from __future__ import annotations

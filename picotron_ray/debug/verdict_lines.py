@@ -13,7 +13,16 @@ MOST_ROWS = 16
 
 def verdict_lines(found: Mapping[str, Any], question: Question) -> list[str]:
     """Say a verdict (`HangVerdict.plain`): findings, what they rest on, and what to do next."""
-    return [*_findings(found, question), *_basis(found, question), *_next(found)]
+    return [*_about(found), *_findings(found, question), *_basis(found, question), *_next(found)]
+
+
+def _about(found: Mapping[str, Any]) -> Iterator[str]:
+    failure = found.get("failure")
+    if failure:
+        yield (
+            f"failure {failure['kind']} of {failure['target']} in step {failure['step']}, as its ranks told"
+            f" then ({failure['evidence']}; {failure['why']}):"
+        )
 
 
 def _findings(found: Mapping[str, Any], question: Question) -> Iterator[str]:

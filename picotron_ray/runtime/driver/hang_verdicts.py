@@ -1,4 +1,4 @@
-"""``debug NAME deadlock|comm``: why the ranks of a run stand still, asked of all of them, or as it was kept."""
+"""``debug NAME deadlock|comm``: why the ranks of a run stand still, asked of them, or as it was kept."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_ranks(entries: Sequence[Mapping[str, Any]]) -> list[RankRecord]:
 
 
 def kept_least_s(ranks: Sequence[RankRecord]) -> float:
-    """Least age of an operation that counts, of ranks that were judged to hang: a part of how long they did."""
+    """Least age of an operation that counts, of ranks judged to hang: a part of how long they did."""
     return min(2.0, 0.3 * max((record.for_s for record in ranks), default=0.0))
 
 
@@ -87,7 +87,7 @@ def _have_places(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def ask_agents(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask the agents of a run's nodes where its ranks are: an entry for each, and for a node that is silent."""
+    """Ask the agents of a run where its ranks are: an entry for each, and for a node that is silent."""
     import ray
     from ray.exceptions import RayError
     from ray.util import list_named_actors

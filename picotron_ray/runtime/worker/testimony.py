@@ -22,18 +22,16 @@ STACKS, ASK, COLLECTIVES = ".stacks", ".ask", ".collectives"
 
 def testify(folder: Path, worker: str) -> None:
     """Make this process answer; to be called before its heartbeat page exists, which lets others ask."""
-    from picotron_ray.runtime.worker.newest_operations import (
-        newest_operations,
-    )  # torch, of which agents know none
+    # here, since agents import this module and do without torch
+    from picotron_ray.runtime.worker.newest_operations import newest_operations
 
     stacks = os.open(folder / (worker + STACKS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     pipe = folder / (worker + ASK)
     os.mkfifo(pipe, 0o600)
     answer = folder / (worker + COLLECTIVES)
-    threading.Thread(
-        target=_answer, args=(pipe, answer, newest_operations), name="testimony", daemon=True
-    ).start()
+    answers = (pipe, answer, newest_operations)
+    threading.Thread(target=_answer, args=answers, name="testimony", daemon=True).start()
 
 
 def _answer(pipe: Path, target: Path, newest: Callable[[bool], bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from picotron_ray.debug.links import FailedLink, failed_links
 from picotron_ray.debug.mismatch import OperationMismatch, by_group, first_mismatch
-from picotron_ray.debug.rank_record import RankRecord, numbers
+from picotron_ray.debug.rank_record import RankRecord, named
 from picotron_ray.debug.wait_graph import StuckTransfer, WaitGraph
 
 LEAST_S = 2.0
@@ -130,9 +130,9 @@ def _mismatch(found: OperationMismatch, ranks: Sequence[RankRecord]) -> HangFind
     said = []
     for what, place, who in found.variants():
         nodes = sorted({names[rank].node[:8] for rank in who if names[rank].node})
-        on = f" on node {', '.join(nodes)}" if nodes else ""
+        on = f" on node{'s' * (len(nodes) > 1)} {', '.join(nodes)}" if nodes else ""
         at = place or standing[who[0]]
-        said.append(f"rank {numbers(who)}{on} called {what}" + (f" at {at}" if at else ""))
+        said.append(f"{named(who)}{on} called {what}" + (f" at {at}" if at else ""))
     note = f"; {found.note}" if found.note else ""
     text = f"{found.title}: {'; '.join(said)}{note}"
     place = next((standing[rank] for rank in found.odd if standing[rank]), "the calls above")
@@ -163,12 +163,15 @@ def _deadlock(cycle: tuple[int, ...], graph: WaitGraph, ranks: Sequence[RankReco
     for rank, peer in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
         one = graph.waits[rank][peer]
         place = one.place or names[rank].place
-        links.append(f"{names[rank].name} waits in {one}{f' at {place}' if place else ''} for rank {peer}")
-        steps.append({"rank": rank, "for": peer, "operation": str(one), "place": place})
+        what = f"{one} of {one.group}" if one.peer < 0 else str(one)
+        links.append(f"{names[rank].name} waits for rank {peer} in {what}{f' at {place}' if place else ''}")
+        step = {"rank": rank, "for": peer, "operation": str(one), "message": one.peer >= 0, "place": place}
+        steps.append(step)
     text = f"ranks {' -> '.join(map(str, (*cycle, cycle[0])))} wait for each other: {'; '.join(links)}"
+    order = "call operations, of several groups too, in one order on all ranks"
+    messages = "have one rank of the cycle send before it receives, or use batch_isend_irecv for both ways"
     suggestions = (
-        "have one rank of the cycle send before it receives, or use batch_isend_irecv for both ways",
-        "call operations of several groups in one order on all ranks",
+        *((messages, order) if any(each["message"] for each in steps) else (order,)),
         "stop the run with `picotron-ray stop NAME --now`: it will not go on by itself",
     )
     return HangFinding("deadlock", text, cycle, suggestions, {"cycle": steps})
@@ -208,7 +211,7 @@ def _late(
         where = f" at {record.place}" if record.place else ""
         asleep = record.problem or f"in phase {record.phase or 'unknown'} for {record.for_s:.1f} s"
         text = (
-            f"{record.name} is late{where} ({asleep}): {len(behind)} ranks ({numbers(behind)}) wait for it,"
+            f"{record.name} is late{where} ({asleep}): {named(behind)} wait{'s' * (len(behind) == 1)} for it,"
             f" rank {waiter} for {waited_s:.1f} s in {one} of {one.group}"
         )
         details = {"place": record.place, "waiting": list(behind), "operation": str(one), "seconds": waited_s}
@@ -265,7 +268,7 @@ def _stuck(transfer: StuckTransfer, ranks: Sequence[RankRecord]) -> HangFinding:
     one = transfer.operation
     text = (
         f"{one} (operation {transfer.number} of {transfer.group}, {one.bytes:,} bytes) was called by all of"
-        f" its ranks and has not ended for {transfer.waited_s:.1f} s on rank {numbers(transfer.waiting)}:"
+        f" its ranks and has not ended for {transfer.waited_s:.1f} s on {named(transfer.waiting)}:"
         f" {where}; no counter names a link"
     )
     suggestions = (

@@ -201,6 +201,15 @@ def numbers(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Write which ranks.
+
+    >>> named([4]), named([0, 1])
+    ('rank 4', 'ranks 0-1')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
+
+
 def read_rank(entry: Mapping[str, Any]) -> RankRecord:
     """Read what an agent heard of one worker; whatever is missing or cut off stays empty."""
     text = str(entry.get("stacks", ""))

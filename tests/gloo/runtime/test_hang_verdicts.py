@@ -33,7 +33,7 @@ def test_another_kind_of_collective_is_named_with_rank_and_place(pool: Pool) -> 
     first = found.findings[0]
     assert (first.kind, first.ranks, first.details["what"]) == ("mismatch", (1,), "kind")
     assert "rank 1 on node node0 called broadcast of 8 float32 at " + line_of("kind") in first.text
-    assert "rank 0, 2 on node node0, node1 called all_reduce of 8 float32" in first.text
+    assert "ranks 0, 2 on nodes node0, node1 called all_reduce of 8 float32" in first.text
     assert first.details["number"] == 7, "after two collectives in each of three steps"
 
 
@@ -49,8 +49,8 @@ def test_messages_that_cross_are_a_deadlock(pool: Pool) -> None:
     [first] = found.findings
     assert (first.kind, first.ranks) == ("deadlock", (0, 1))
     place = line_of("both receive first")
-    assert f"rank 0 on node node0 waits in recv from rank 1 of 7 float32 at {place}" in first.text
-    assert f"rank 1 on node node0 waits in recv from rank 0 of 7 float32 at {place}" in first.text
+    assert f"rank 0 on node node0 waits for rank 1 in recv from rank 1 of 7 float32 at {place}" in first.text
+    assert f"rank 1 on node node0 waits for rank 0 in recv from rank 0 of 7 float32 at {place}" in first.text
     assert "batch_isend_irecv" in found.suggestions[0]
 
 

@@ -130,7 +130,10 @@ def usual_step(job: Job) -> None:
     gathered = [torch.empty(2) for _ in range(job.world_size)]
     dist.all_gather(gathered, torch.ones(2))
     after, before = (job.rank + 1) % job.world_size, (job.rank - 1) % job.world_size
-    operations = [dist.P2POp(dist.isend, torch.ones(5), after), dist.P2POp(dist.irecv, torch.empty(5), before)]
+    operations = [
+        dist.P2POp(dist.isend, torch.ones(5), after),
+        dist.P2POp(dist.irecv, torch.empty(5), before),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

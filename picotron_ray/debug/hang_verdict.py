@@ -209,10 +209,11 @@ def _late(
         )
         waited_s = names[waiter].at_s - one.issued_s
         where = f" at {record.place}" if record.place else ""
+        first = f"rank {waiter} " if len(behind) > 1 else ""
         asleep = record.problem or f"in phase {record.phase or 'unknown'} for {record.for_s:.1f} s"
         text = (
             f"{record.name} is late{where} ({asleep}): {named(behind)} wait{'s' * (len(behind) == 1)} for it,"
-            f" rank {waiter} for {waited_s:.1f} s in {one} of {one.group}"
+            f" {first}for {waited_s:.1f} s in {one} of {one.group}"
         )
         details = {"place": record.place, "waiting": list(behind), "operation": str(one), "seconds": waited_s}
         found.append(HangFinding("late", text, (rank,), _late_tips(record), details))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from picotron_ray.debug.stacks import StackFrame, place_of, training_thread, waits
+from picotron_ray.debug.stacks import StackFrame, place_of, short, training_thread, waits
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("Byte", "Char", "Bool", "uint8", "int8", "bool"), 1),
@@ -279,7 +279,7 @@ def _collectives(told: Mapping[str, Any], groups: Mapping[str, RankGroup]) -> It
             done=bool(one["retired"]) or one["state"] == "completed",
             issued_s=one["time_created_ns"] / 1e9,
             done_s=done_ns / 1e9 if done_ns else None,
-            place=str(one.get("place", "")),
+            place=short(str(one.get("place", ""))),
             peer=peer,
             nccl=backend == "nccl",
         )
@@ -309,7 +309,7 @@ def _messages(told: Mapping[str, Any], groups: Mapping[str, RankGroup]) -> Itera
             done=bool(one["done"]),
             issued_s=one["issued_ns"] / 1e9,
             done_s=one["done_ns"] / 1e9 if one.get("done_ns") else None,
-            place=str(one.get("place", "")),
+            place=short(str(one.get("place", ""))),
             peer=group.ranks[one["peer"]],
             tag=int(one["tag"]),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 Question = Literal["deadlock", "comm"]
@@ -31,35 +31,46 @@ def _findings(found: Mapping[str, Any], question: Question) -> Iterator[str]:
         yield f"{each['kind']}: {each['text']}"
     if not verdict:
         ranks = found["ranks"]
+        groups = "group" if len(found["groups"]) == 1 else "groups"
         counted = sum(group["operations"] for group in found["groups"])
         yield (
             f"nothing wrong: {len(ranks)} ranks in step {max((one['step'] for one in ranks), default=0)},"
-            f" {counted} operations of {len(found['groups'])} groups match, and none has waited for"
+            f" {counted} operations of {len(found['groups'])} {groups} match, and none has waited for"
             f" {found['least_s']:.1f} s"
         )
 
 
 def _basis(found: Mapping[str, Any], question: Question) -> Iterator[str]:
     if question == "deadlock":
-        for each in _first(found["waits"]):
-            what = f"{each['operation']} of {each['group']}"
-            yield f"  rank {each['rank']} waits for rank {each['for']}: {what}"
-        for rank in _first(found["ranks"]):
-            at = rank["place"] or rank["problem"] or "no stack"
-            yield f"  rank {rank['rank']} ({rank['phase']} for {rank['for_s']:.1f} s): {at}"
-        return
-    for group in _first(found["groups"]):
-        numbers = group["newest"].values()
-        spread = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-        pending = (
-            f", pending on ranks {', '.join(map(str, group['pending'][:8]))}" if group["pending"] else ""
-        )
-        yield f"  {group['group']}: newest operation {spread}{pending}"
+        yield from _first(map(_wait_line, found["waits"]))
+        yield from _first(map(_rank_line, found["ranks"]))
+    else:
+        yield from _first(map(_group_line, found["groups"]))
 
 
-def _first(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The first rows; ranks that stand still at the same place are many."""
-    yield from rows[:MOST_ROWS]
+def _wait_line(wait: Mapping[str, Any]) -> str:
+    return f"  rank {wait['rank']} waits for rank {wait['for']}: {wait['operation']} of {wait['group']}"
+
+
+def _rank_line(rank: Mapping[str, Any]) -> str:
+    at = rank["place"] or rank["problem"] or "no stack"
+    return f"  rank {rank['rank']} ({rank['phase']} for {rank['for_s']:.1f} s): {at}"
+
+
+def _group_line(group: Mapping[str, Any]) -> str:
+    numbers = group["newest"].values()
+    least, most = min(numbers), max(numbers)
+    spread = f"{least}" if least == most else f"{least} to {most}"
+    pending = f", pending on ranks {', '.join(map(str, group['pending'][:8]))}" if group["pending"] else ""
+    return f"  {group['group']}: newest operation {spread}{pending}"
+
+
+def _first(lines: Iterable[str]) -> Iterator[str]:
+    """The first lines, and how many more there are."""
+    lines = list(lines)
+    yield from lines[:MOST_ROWS]
+    if len(lines) > MOST_ROWS:
+        yield f"  {len(lines) - MOST_ROWS} more of these"
 
 
 def _next(found: Mapping[str, Any]) -> Iterator[str]:

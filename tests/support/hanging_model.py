@@ -1,4 +1,4 @@
-"""A model of a user's that makes its run stand still, once a file says how: nothing knows of it but its ranks."""
+"""A model as a user might bring it, which makes its run stand still once a file says how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK = 1
 
 
 class Hanging(nn.Module):
-    """A small model; its rank ``RANK`` does what the file ``plant`` in a folder names, while that is there."""
+    """A small model; its rank ``RANK`` does what the file ``plant`` names, while that is there."""
 
     def __init__(self, folder: str, vocabulary: int, hidden: int) -> None:
         super().__init__()

@@ -121,12 +121,20 @@ def newest_entries(text: str, most_bytes: int) -> str:
         found = json.loads(text)
     except ValueError:
         return text[:most_bytes]  # more than anybody asks for: it is of no use
-    while len(text) > most_bytes and (found["entries"] or found["messages"] or found["connections"]):
-        for name in ("entries", "messages", "connections"):
-            kept = found[name]
-            found[name] = kept[: len(kept) // 2] if name == "connections" else kept[(len(kept) + 1) // 2 :]
+    while len(text) > most_bytes:
+        longest = max(("entries", "messages", "connections"), key=lambda name: len(found[name]))
+        if not found[longest]:
+            break
+        found[longest] = _halved(found[longest])
         text = json.dumps(found, separators=(",", ":"))
     return text
+
+
+def _halved(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave the older half out of what is done; where nothing is, of all."""
+    done = [at for at, one in enumerate(told) if one.get("retired") or one.get("done")]
+    left_out = set((done or list(range(len(told))))[: (len(done or told) + 1) // 2])
+    return [one for at, one in enumerate(told) if at not in left_out]
 
 
 def _state(pid: int) -> str:

@@ -94,5 +94,5 @@ def test_what_is_planted_is_named_live_and_from_what_was_kept(live: Watched, tmp
         live.until(lambda status, newest=newest: status["step"] > newest + 5)
     live.coordinator.request.remote("stop")
     live.until(lambda status: status["done"])
-    with pytest.raises(ConfigError, match="^run: 'hangs' is over: no rank of it can be asked"):
+    with pytest.raises(ConfigError, match=r"^run: 'hangs' is over: no rank of it can be asked"):
         hang_verdicts.verdict("hangs")

@@ -13,7 +13,7 @@ from picotron_ray.comm.sockets import Address, SocketInfo, tcp_sockets
 MOST_CONNECTIONS = 64
 """Of one process that are told: those that look worst."""
 _INFO = struct.Struct("=8B24I4Q")
-_RETRANSMITS, _UNACKED, _LAST_RECEIVED, _RTT, _TOTAL = 2, 8 + 4, 8 + 10, 8 + 15, 8 + 23
+_RETRANSMITS, _UNACKED, _LAST_RECEIVED, _RTT, _TOTAL = 2, 8 + 4, 8 + 11, 8 + 15, 8 + 23
 _RECEIVED = 8 + 24 + 3
 _SENT_AT = 200
 """Places in the structure; the last one in bytes, which kernels before 4.19 do not have."""

@@ -86,7 +86,7 @@ class OperationRecord:
         self._notes: deque[MessageNote] = deque(maxlen=0)
         self._numbers: Counter[tuple[str, str, int, int]] = Counter()
         self._axes: dict[str, str] = {}
-        self._plain: dict[str, Callable[..., Any]] = {}
+        self._plain: dict[str, Any] = {}
         self.since_ns = 0
         self.is_ours: Callable[[SocketInfo], bool] = _no_socket
 
@@ -107,9 +107,11 @@ class OperationRecord:
         self._axes.clear()
         self.since_ns = time.time_ns()
         if self.most and backend == "gloo" and not self._plain:
-            self._plain = {"send": dist.ProcessGroup.send, "recv": dist.ProcessGroup.recv}
-            for kind, plain in self._plain.items():
-                setattr(dist.ProcessGroup, kind, _noted(kind, plain))
+            for kind in ("send", "recv"):
+                self._plain[kind] = vars(dist.ProcessGroup)[
+                    kind
+                ]  # as it lies there: it binds, what it gives not
+                setattr(dist.ProcessGroup, kind, _noted(kind, getattr(dist.ProcessGroup, kind)))
 
     def end(self) -> None:
         """End a generation: its messages are noted no more."""

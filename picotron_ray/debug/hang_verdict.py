@@ -209,11 +209,11 @@ def _late(
         )
         waited_s = names[waiter].at_s - one.issued_s
         where = f" at {record.place}" if record.place else ""
-        first = f"rank {waiter} " if len(behind) > 1 else ""
+        first = f"rank {waiter}: " if len(behind) > 1 else ""
         asleep = record.problem or f"in phase {record.phase or 'unknown'} for {record.for_s:.1f} s"
         text = (
-            f"{record.name} is late{where} ({asleep}): {named(behind)} wait{'s' * (len(behind) == 1)} for it,"
-            f" {first}for {waited_s:.1f} s in {one} of {one.group}"
+            f"{record.name} is late{where} ({asleep}): {named(behind)} wait{'s' * (len(behind) == 1)} for it"
+            f" ({first}{waited_s:.1f} s in {one} of {one.group})"
         )
         details = {"place": record.place, "waiting": list(behind), "operation": str(one), "seconds": waited_s}
         found.append(HangFinding("late", text, (rank,), _late_tips(record), details))
@@ -254,7 +254,7 @@ def _link(link: FailedLink, ranks: Sequence[RankRecord]) -> HangFinding:
         good += f" ({link.last_good})" if link.last_good else ""
     text = f"nothing passes between {_where(first)} and {_where(second)}{what}; {counters}; {good}"
     nodes = sorted({record.node[:8] for record in (first, second) if record.node})
-    between = f"nodes {' and '.join(nodes)}" if nodes else "the two"
+    between = f"nodes {' and '.join(nodes)}" if len(nodes) > 1 else "the two ranks"
     suggestions = (
         f"test the link between {between}: `picotron-ray probe`, ping, cables",
         "look for a firewall or security group that drops packets between them",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
 from picotron_ray.debug.rank_record import read_rank
 from picotron_ray.debug.verdict_lines import verdict_lines
 from tests.support.gloo import planted_hangs
+from tests.support.gloo.failed_link import cut, linked_ranks
 from tests.support.gloo.planted_hangs import stand_still, step_well
 from tests.support.gloo.pool import Pool
+from tests.support.gloo.shaped_link import may_make_namespaces, shaped
 
 
 def line_of(mark: str) -> str:
@@ -75,3 +78,26 @@ def test_ranks_that_step_have_nothing_wrong(pool: Pool, places: bool) -> None:
     assert len({(one.kind, one.peer >= 0) for one in found.ranks[0].operations}) == 4
     assert all(one.done for one in found.ranks[0].operations if one.peer >= 0)
     assert bool(found.ranks[0].operations[0].place) is places
+
+
+@pytest.mark.deep
+def test_a_link_that_is_cut_is_named_by_its_counters() -> None:
+    if not may_make_namespaces():
+        pytest.skip("may not make network namespaces")
+    with shaped(1000) as link, linked_ranks(link) as ranks:
+        cut(link)
+        deadline = time.monotonic() + 60
+        while True:
+            found = judged([rank.told() for rank in ranks])
+            failed = [finding for finding in found.findings if finding.kind == "link"]
+            if failed and failed[0].details["counters"] and failed[0].details["bytes"]:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+    [first] = found.findings
+    assert first.ranks == (0, 1)
+    assert first.details["bytes"] == 2**20
+    assert max(end["retransmits"] for end in first.details["counters"].values()) >= 2
+    assert first.details["last_good"] == "all_reduce of 262144 float32"
+    assert first.details["last_good_s"] > 0
+    assert "sent again" in first.text

@@ -40,8 +40,8 @@ class Told:
     def __init__(self, ranks: int) -> None:
         self.entries: list[dict[str, Any]] = [
             {
-                "rank": rank, "worker": f"w{rank}", "node": f"abcdef{rank // 2}123", "phase": "reduce", "for_s": 9.0,
-                "step": 4, "step_s": 0.1, "state": "S", "stacks": WAITS,
+                "rank": rank, "worker": f"w{rank}", "node": f"abcdef{rank // 2}123", "phase": "reduce",
+                "for_s": 9.0, "step": 4, "step_s": 0.1, "state": "S", "stacks": WAITS,
             }
             for rank in range(ranks)
         ]  # fmt: skip
@@ -66,8 +66,8 @@ class Told:
         number = self._numbers[rank, group] = self._numbers.get((rank, group), 0) + 1
         self.told[rank]["entries"].append(
             {
-                "process_group": [group, "x"], "collective_seq_id": number, "profiling_name": f"{backend}:{kind}",
-                "is_p2p": False, "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]],
+                "process_group": [group, "x"], "collective_seq_id": number,
+                "profiling_name": f"{backend}:{kind}", "is_p2p": False, "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]],
                 "output_dtypes": [dtype], "state": "scheduled", "retired": done, "place": place,
                 "time_created_ns": int((NOW_S - age_s) * 1e9) + number, "time_discovered_completed_ns": 0,
             }
@@ -237,7 +237,7 @@ def test_a_late_rank_is_named_where_it_is_also_behind_others() -> None:
     assert (
         "rank 3 on node abcdef11 is late at /home/me/own_model.py:33 in forward (in phase data" in first.text
     )
-    assert "rank 1 for 7.0 s in all_gather of 8 float32 of the tp group of ranks 1, 3" in first.text
+    assert "ranks 0-1 wait for it (rank 1: 7.0 s in all_gather of 8 float32 of the tp group of ranks 1, 3)" in first.text
     assert "data comes late" in found.suggestions[0]
 
 
@@ -319,7 +319,7 @@ def test_a_single_retransmission_is_no_failed_link() -> None:
     assert kinds(told.verdict()) == []
 
 
-# --- nothing wrong, and what is known of little --------------------------------------------------------------
+# --- nothing wrong, and what is known of little ----------------------------------------------------------
 
 
 def test_nothing_wrong_is_said() -> None:

@@ -42,7 +42,7 @@ class HangFinding:
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """What was found; no findings: nothing is wrong."""
+    """Findings about ranks; none: nothing is wrong."""
 
     ranks: Sequence[RankRecord]
     findings: Sequence[HangFinding]
@@ -51,7 +51,7 @@ class HangVerdict:
 
     @property
     def suggestions(self) -> list[str]:
-        """What to do next, the most useful first."""
+        """Things to do next, the most useful first."""
         found = [text for finding in self.findings for text in finding.suggestions]
         return list(dict.fromkeys(found or _calm(self.ranks)))
 

@@ -33,7 +33,7 @@ class OperationMismatch:
 
     @property
     def title(self) -> str:
-        """What does not match, and where."""
+        """Title of the finding: the operation and its difference."""
         if any(one.peer >= 0 for one in self.said.values()):
             return f"message {self.sequence} between ranks {numbers(list(self.said))} differs in {self.what}"
         differs = "the order of calls" if self.what == "order" else f"the operation's {self.what}"
@@ -87,7 +87,7 @@ def _judged(group: RankGroup, number: int, numbered: ByNumber) -> OperationMisma
 
 
 def _order(model: int, other: int, number: int, numbered: ByNumber) -> str:
-    """What the calls around tell of two ranks' order; empty: nothing."""
+    """Say how two ranks' order of calls differs; empty: it does not, as far as it is known."""
 
     def called(rank: int, at: int) -> tuple[str, int, int, str] | None:
         one = numbered.get(at, {}).get(rank)

@@ -1,4 +1,4 @@
-"""What one rank has told of itself: where it stands, and the newest operations that it took part in.
+"""Records of ranks: where each one stands, and the newest operations that it took part in.
 
 It is read from what a node's agent heard of its workers (`runtime.node_agent.evidence`): stacks as
 `faulthandler` writes them, and operations in the format of torch's flight recorder.
@@ -83,7 +83,7 @@ class RankOperation:
         return _elements(self.inputs or self.outputs) * _ELEMENT_BYTES.get(self.dtype, 0)
 
     def signature(self) -> tuple[str, int, int, str]:
-        """What must be the same on all ranks: kind, elements in and out, and type; -1: may differ."""
+        """Parts that must be the same on all ranks: kind, elements in and out, type; -1: may differ."""
         took, gave = _elements(self.inputs), _elements(self.outputs)
         if self.kind.startswith("all_to_all"):
             took = gave = -1
@@ -154,7 +154,7 @@ class RankRecord:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
+        """Innermost place of its stack that is this package's or the user's; empty: none."""
         return place_of(self.stack)
 
     @property

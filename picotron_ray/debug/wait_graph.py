@@ -1,4 +1,4 @@
-"""Which rank waits for which: the graph, its cycle, and who is late."""
+"""Graph of ranks that wait for each other: its cycle, and who is late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config of what a run keeps, and checks, so that it can be debugged."""
+"""Config of a run's means to be debugged: records that it keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from picotron_ray.config.schema.base import Section
 
 
 class DebugConfig(Section):
-    """What each rank keeps for `picotron-ray debug`.
+    """Figures that each rank keeps for `picotron-ray debug`.
 
     Example::
 

@@ -51,6 +51,6 @@ def _recorded(places: bool) -> Iterator[dict[str, Any]]:
 
 
 def _entry(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of an entry."""
+    """Reduce an entry to what is told of it."""
     place = place_of_frames(recorded.get("frames", ()))
     return {key: recorded[key] for key in TOLD} | ({"place": place} if place else {})

@@ -188,8 +188,14 @@ def _ended(ranks: Sequence[RankRecord]) -> list[HangFinding]:
             )
             found.append(HangFinding("gone", text, (record.rank,), tips))
         elif record.stopped:
-            text = f"{record.name} is stopped (SIGSTOP, or a debugger): the others wait for it"
-            tips = ("continue its process: kill -CONT PID, on its node", "look for a debugger attached to it")
+            text = (
+                f"{record.name} is stopped (SIGSTOP, or a debugger) in phase {record.phase or 'unknown'} for"
+                f" {record.for_s:.1f} s: the others wait for it"
+            )
+            tips = (
+                f"continue its process, on its node: kill -CONT {record.pid or 'PID'}",
+                "look for a debugger that is attached to it",
+            )
             found.append(HangFinding("stopped", text, (record.rank,), tips))
     return found
 

@@ -131,6 +131,7 @@ class RankRecord:
     Fields:
         for_s: seconds that it has been in its phase.
         step_s: that its newest step took.
+        pid: of its process, on its node; 0: not known.
         state: of its process, the kernel's letter (T: stopped, X: gone).
         problem: why nothing is known of it; empty: all is well.
         at_s: when it told its operations, seconds since the epoch by its node's clock.
@@ -144,6 +145,7 @@ class RankRecord:
     for_s: float = 0.0
     step: int = -1
     step_s: float = 0.0
+    pid: int = 0
     state: str = "S"
     problem: str = ""
     stack: tuple[StackFrame, ...] = ()
@@ -227,6 +229,7 @@ def read_rank(entry: Mapping[str, Any]) -> RankRecord:
         for_s=float(entry.get("for_s", 0.0)),
         step=int(entry.get("step", -1)),
         step_s=float(entry.get("step_s", 0.0)),
+        pid=int(entry.get("pid", 0)),
         state=str(entry.get("state", "S")),
         problem=(problem[0] if problem else ""),
         stack=stack,

@@ -102,6 +102,7 @@ def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]
     return {
         "worker": page.worker,
         "rank": page.rank,
+        "pid": page.pid,
         "phase": page.phase,
         "for_s": round(now_s - page.phase_since_s, 3),
         "step": page.step,

@@ -246,11 +246,12 @@ def test_a_late_rank_is_named_where_it_is_also_behind_others() -> None:
 def test_a_process_that_is_stopped_or_gone_is_named(state: str, kind: str) -> None:
     told = Told(2)
     told.call(0, "all_reduce", done=False)
-    told.entries[1] |= {"state": state, "stacks": "no answer in 0.5 s"}
+    told.entries[1] |= {"state": state, "stacks": "no answer in 0.5 s", "pid": 4711}
     told.told[1] = {}
     found = told.verdict()
     assert kinds(found) == [kind]
     assert found.findings[0].ranks == (1,)
+    assert ("kill -CONT 4711" in found.suggestions[0]) is (kind == "stopped")
 
 
 def test_a_rank_that_does_not_answer_is_late_with_the_reason() -> None:

@@ -31,7 +31,9 @@ ASLEEP = """Current thread 0x00007f02 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
   File "/home/me/own_model.py", line 33 in forward
   File "/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1 in __call__
+  File "/opt/venv/lib/python3.11/site-packages/torch/distributed/pipelining/stage.py", line 2 in f
 """
+"""Called by torch's communication, and not waiting in it."""
 
 
 class Told:

@@ -95,7 +95,10 @@ def judge_hang(ranks: Sequence[RankRecord], least_s: float | None = None) -> Han
         ranks: what each told; also of a run that does not stand still.
         least_s: age in seconds below which an operation counts as on its way; None: by the run's steps.
     """
-    known = sorted(ranks, key=lambda record: record.rank)
+    heard = {record.rank for record in ranks}
+    silent = {rank for record in ranks for one in record.operations for rank in one.group.ranks} - heard
+    unheard = [RankRecord(rank, heard=False) for rank in silent]
+    known = sorted([*ranks, *unheard], key=lambda record: record.rank)
     if least_s is None:
         least_s = max(LEAST_S, 2.0 * max((record.step_s for record in known), default=0.0))
     graph = WaitGraph(known, least_s)
@@ -109,7 +112,7 @@ def judge_hang(ranks: Sequence[RankRecord], least_s: float | None = None) -> Han
     found += [_link(link, known) for link in links]
     if stuck and not found:
         found.append(_stuck(stuck[0], known))
-    if not any(record.recorded for record in known) and not found and known:
+    if not any(record.recorded for record in ranks) and not found and ranks:
         found.append(_silent(known))
     return HangVerdict(known, found, graph, least_s)
 
@@ -217,13 +220,25 @@ def _late(
         where = f" at {record.place}" if record.place else ""
         first = f"rank {waiter}: " if len(behind) > 1 else ""
         asleep = record.problem or f"in phase {record.phase or 'unknown'} for {record.for_s:.1f} s"
-        text = (
-            f"{record.name} is late{where} ({asleep}): {named(behind)} wait{'s' * (len(behind) == 1)} for it"
+        asleep += "" if record.at_s or record.problem else ", and has told no operations in time"
+        whom = (
+            f"{named(behind)} wait{'s' * (len(behind) == 1)} for it"
             f" ({first}{waited_s:.1f} s in {one} of {one.group})"
         )
         details = {"place": record.place, "waiting": list(behind), "operation": str(one), "seconds": waited_s}
-        found.append(HangFinding("late", text, (rank,), _late_tips(record), details))
+        if record.heard:
+            text = f"{record.name} is late{where} ({asleep}): {whom}"
+            found.append(HangFinding("late", text, (rank,), _late_tips(record), details))
+        else:
+            text = f"nothing is heard of rank {rank}: its process, or its node, is gone: {whom}"
+            found.append(HangFinding("gone", text, (rank,), GONE_TIPS, details))
     return found
+
+
+GONE_TIPS = (
+    "`picotron-ray nodes NAME`: which of its nodes answer",
+    "a node that is gone is noticed after elastic.node_timeout_s, and the run recovers by itself",
+)
 
 
 def _late_tips(record: RankRecord) -> tuple[str, ...]:

@@ -134,8 +134,9 @@ class RankRecord:
         pid: of its process, on its node; 0: not known.
         state: of its process, the kernel's letter (T: stopped, X: gone).
         problem: why nothing is known of it; empty: all is well.
-        at_s: when it told its operations, seconds since the epoch by its node's clock.
+        at_s: when it told its operations, seconds since the epoch by its node's clock; 0: it did not.
         recorded: whether it records operations.
+        heard: False: it is known of by others alone.
     """
 
     rank: int
@@ -153,6 +154,7 @@ class RankRecord:
     connections: tuple[RankConnection, ...] = field(default=())
     at_s: float = 0.0
     recorded: bool = True
+    heard: bool = True
 
     @property
     def place(self) -> str:
@@ -236,7 +238,7 @@ def read_rank(entry: Mapping[str, Any]) -> RankRecord:
         operations=tuple(sorted(operations, key=lambda one: one.issued_s)),
         connections=tuple(RankConnection(**one) for one in told.get("connections", ())),
         at_s=told.get("at_ns", 0) / 1e9,
-        recorded=bool(told.get("recorded", told.get("entries"))),
+        recorded=bool(told.get("recorded", told.get("entries", True))),
     )
 
 

@@ -13,6 +13,7 @@ from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
 from picotron_ray.debug.rank_record import RankRecord, read_rank
 from picotron_ray.errors import ConfigError, NotFoundError
 from picotron_ray.runtime.driver import control, follow_run, stored_run
+from picotron_ray.runtime.node_agent.evidence import STOPPED
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 
 ANSWER_S = 15.0
@@ -71,19 +72,20 @@ def kept_least_s(ranks: Sequence[RankRecord]) -> float:
 
 
 def _asked(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask all ranks of the generation that runs; again, where they do not know places yet and one stands."""
+    """Ask all ranks of the generation that runs; again, where one did not tell, or places are yet unknown."""
     deadline = time.monotonic() + PLACES_S
     while True:
         entries = ask_agents(run, seen)
-        found = judge_hang(read_ranks(entries))
-        if not found.findings or _have_places(entries) or time.monotonic() > deadline:
+        told = [
+            str(entry["collectives"])
+            for entry in entries
+            if "rank" in entry and entry["state"] not in STOPPED
+        ]
+        placed = all('"places":true' in text for text in told)
+        calm = all(told) and not judge_hang(read_ranks(entries)).findings
+        if placed or calm or time.monotonic() > deadline:
             return entries
         time.sleep(0.5)
-
-
-def _have_places(entries: Sequence[Mapping[str, Any]]) -> bool:
-    told = [str(entry.get("collectives", "")) for entry in entries]
-    return all('"places":true' in text for text in told if text)
 
 
 def ask_agents(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -266,6 +266,26 @@ def test_a_rank_that_does_not_answer_is_late_with_the_reason() -> None:
     assert "(no answer in 0.5 s)" in first.text
 
 
+def test_a_rank_that_nobody_hears_of_is_gone() -> None:
+    told = Told(3)
+    for rank in range(2):
+        told.call(rank, "all_reduce", done=False)
+    del told.entries[2], told.told[2]
+    found = told.verdict()
+    assert kinds(found) == ["gone"]
+    assert (found.findings[0].ranks, found.findings[0].details["waiting"]) == ((2,), [0, 1])
+    assert "nodes NAME" in found.suggestions[0]
+
+
+def test_a_rank_without_an_answer_of_its_operations_is_said_to_have_none() -> None:
+    told = Told(2)
+    told.call(0, "all_reduce", done=False)
+    told.told[1] = {}
+    [first] = told.verdict().findings
+    assert (first.kind, first.ranks) == ("late", (1,))
+    assert "has told no operations in time" in first.text
+
+
 def test_an_operation_that_has_been_called_just_now_is_on_its_way() -> None:
     told = Told(2)
     told.call(0, "all_reduce", done=False, age_s=1.5)

@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
 from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.group_release import PROMPT_S, release
+from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.comm.sockets import Address, SocketInfo, shut_connections, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
@@ -131,6 +132,7 @@ class ProcessGroups:
             self._before = {info.inode for info in tcp_sockets()}
             self._hook = sys.excepthook
             PENDING.clear()
+            OPERATIONS.begin(self.backend, self._is_ours)
             with self.forming(publish=False):
                 self._connect_store()
                 self._meet()
@@ -328,6 +330,7 @@ class ProcessGroups:
         if self._watch is not None:
             unwatch()
             self._watch = None
+        OPERATIONS.end()
         self._initialised = False
         self._store = None
         self._client = None

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from picotron_ray.commands import debug_breaks, debug_bundle
+from picotron_ray.commands import debug_breaks, debug_bundle, debug_verdicts
 
 
 class NameFirst(TyperGroup):
@@ -24,6 +24,8 @@ class NameFirst(TyperGroup):
 
 debug = typer.Typer(cls=NameFirst, no_args_is_help=True, help="What is wrong with a run.")
 debug.command("bundle")(debug_bundle.bundle)
+debug.command("deadlock")(debug_verdicts.deadlock)
+debug.command("comm")(debug_verdicts.comm)
 debug.command("break")(debug_breaks.break_)
 debug.command("ls")(debug_breaks.ls)
 debug.command("enable")(debug_breaks.enable)

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.comm.collectives.assigned import assign, withdraw
 from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
+from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.comm.wire_bytes import ACTIVATIONS, CONTEXT
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
@@ -270,6 +271,7 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         group = _new_group(ranks, layout, timeout)
         groups.append(group)
         names.append(group_name(axis, ranks))
+        OPERATIONS.serves(group, axis)
         _register(names[-1], group)
     inside = {}
     names_inside = INSIDE if layout.replicate > 1 else INSIDE[:3]
@@ -280,6 +282,7 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
         whole = len(ranks) == layout.replicas
         inside[name] = groups[axes.index("data")] if whole else _new_group(ranks, layout, timeout)
         names.append(group_name(name, ranks))
+        OPERATIONS.serves(inside[name], name)
         _register(names[-1], inside[name])
     shape = [degrees[axis] for axis in axes]
     numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)

@@ -7,6 +7,7 @@ where it sleeps. It is killed all the same.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ WRITER = b"Current thread 0x"
 """How `faulthandler` begins the stack of the thread that got the signal: the main one, told last."""
 POLL_S = 0.005
 MOST_BYTES = 64 << 10
-"""Of one worker's stacks, and of its collectives."""
+"""Of one worker's stacks, and of its operations."""
+ANSWER_BYTES = 16 << 20
+"""Of what a worker has written of its operations."""
 STOPPED = "TtZX"
 
 
@@ -64,7 +67,7 @@ def ask_workers(
 
     Args:
         now_s: of the node's monotonic clock.
-        most_bytes: of each one's stacks, and of its collectives.
+        most_bytes: of each one's stacks, and of its operations.
     """
     asked = [_ask(folder, page) for page in pages]
     until = time.monotonic() + ANSWER_S
@@ -99,14 +102,40 @@ def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]
     return {
         "worker": page.worker,
         "rank": page.rank,
+        "pid": page.pid,
         "phase": page.phase,
         "for_s": round(now_s - page.phase_since_s, 3),
         "step": page.step,
+        "step_s": page.step_time_s,
         "state": asked.state,
         "sleeps_in": _read(Path(f"/proc/{page.pid}/wchan"), 0, 100),
         "stacks": stacks or f"no answer in {ANSWER_S:g} s",
-        "collectives": _read(asked.collectives, 0, most_bytes),
+        "collectives": newest_entries(_read(asked.collectives, 0, ANSWER_BYTES), most_bytes),
     }
+
+
+def newest_entries(text: str, most_bytes: int) -> str:
+    """Drop the oldest entries and messages of an answer until it has at most so many bytes."""
+    if len(text) <= most_bytes:
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:most_bytes]  # more than anybody asks for: it is of no use
+    while len(text) > most_bytes:
+        longest = max(("entries", "messages", "connections"), key=lambda name: len(found[name]))
+        if not found[longest]:
+            break
+        found[longest] = _halved(found[longest])
+        text = json.dumps(found, separators=(",", ":"))
+    return text
+
+
+def _halved(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave the older half out of what is done; where nothing is, of all."""
+    done = [at for at, one in enumerate(told) if one.get("retired") or one.get("done")]
+    left_out = set((done or list(range(len(told))))[: (len(done or told) + 1) // 2])
+    return [one for at, one in enumerate(told) if at not in left_out]
 
 
 def _state(pid: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class StallWatch:
         self._folder, self._node, self._reports, self._tell = folder, node, reports, tell
         self.cpu_use = CpuUse()
         self._told: dict[str, int] = {}  # worker -> phase_count of the stall reported
+        self._turn = threading.Lock()
         self._asked: set[tuple[str, int, int]] = set()  # worker, term, n: last asked where it is
 
     def forget(self) -> None:
@@ -59,5 +61,6 @@ class StallWatch:
 
     def testimony(self, pages: Sequence[PageView], most_bytes: int) -> list[dict[str, Any]]:
         """Ask workers where they are; an entry for each."""
-        self._asked = {(page.worker, page.term, page.n) for page in pages}
-        return ask_workers(self._folder, pages, time.monotonic(), most_bytes)
+        with self._turn:  # they share each worker's files
+            self._asked = {(page.worker, page.term, page.n) for page in pages}
+            return ask_workers(self._folder, pages, time.monotonic(), most_bytes)

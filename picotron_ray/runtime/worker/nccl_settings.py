@@ -1,4 +1,4 @@
-"""Settings of torch's NCCL process groups that recovery in place needs; read when a group is made."""
+"""Settings of torch's process groups that recovery in place and hang verdicts need."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import MutableMapping
 
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RECORDED = "TORCH_FR_BUFFER_SIZE"
-MOST_RECORDED = 1000
-"""Collectives that the flight recorder holds."""
+
+
+def prepare_recorder(environment: MutableMapping[str, str], operations: int) -> None:
+    """Have torch's flight recorder, of gloo and NCCL, keep so many collectives; 0: none.
+
+    It reads the environment at the first collective. What that says already stays.
+    """
+    environment.setdefault(RECORDED, str(operations))
 
 
 def prepare_nccl(environment: MutableMapping[str, str]) -> None:
-    """Have an error of a peer end no other process, and the flight recorder keep the newest collectives.
+    """Have an error of a peer end no other process.
 
     By default torch ends the process of every survivor, which would start anew. What the environment says
     already stays: ``picotron-ray doctor`` warns of it.
     """
     environment.setdefault(ASYNC_ERRORS, "0")
-    environment.setdefault(RECORDED, str(MOST_RECORDED))

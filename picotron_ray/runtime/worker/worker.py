@@ -21,6 +21,7 @@ import torch
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome
@@ -39,7 +40,7 @@ from picotron_ray.runtime.ray_cluster.names import cache_folder, ledger_folder, 
 from picotron_ray.runtime.ray_cluster.private_folder import write_text
 from picotron_ray.runtime.worker.allocator import choose_allocator
 from picotron_ray.runtime.worker.generation import GenerationRun
-from picotron_ray.runtime.worker.nccl_settings import prepare_nccl
+from picotron_ray.runtime.worker.nccl_settings import prepare_nccl, prepare_recorder
 from picotron_ray.runtime.worker.remote_slots import find_service
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.step_telemetry import make_page
@@ -72,6 +73,8 @@ class Worker:
         device = self._device()
         check_precision(self._job, device)  # a node may have several kinds of GPU
         path = node_folder(self._job.snapshot.folder, self._job.name, node)
+        prepare_recorder(os.environ, self._job.debug.record_operations)
+        OPERATIONS.keep(self._job.debug.record_operations)
         testify(path, worker)
         if device.type == "cuda":
             prepare_nccl(os.environ)

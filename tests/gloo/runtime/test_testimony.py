@@ -150,14 +150,14 @@ def test_a_process_that_has_no_handler_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorded", ["20", "0"])
-def test_the_newest_collectives_are_told_where_they_are_recorded(recorded: str) -> None:
+def test_the_newest_operations_are_told_where_they_are_recorded(recorded: str) -> None:
     code = """
 import torch, torch.distributed as dist
-from picotron_ray.runtime.worker.testimony import newest_collectives
+from picotron_ray.runtime.worker.newest_operations import newest_operations
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(30):
     dist.all_reduce(torch.ones(4))
-print(newest_collectives().decode())
+print(newest_operations().decode())
 """
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": recorded}
     done = subprocess.run(

@@ -25,7 +25,7 @@ from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, 
 from picotron_ray.runtime.doctor.state_folder import judge_state_folder
 from picotron_ray.runtime.driver import preflight
 from picotron_ray.runtime.ray_cluster import connect
-from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, MOST_RECORDED, RECORDED, prepare_nccl
+from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, RECORDED, prepare_nccl, prepare_recorder
 from tests.support.faults.full_folder import run_on_small_disk
 
 Usage = namedtuple("Usage", "total used free")
@@ -37,9 +37,11 @@ WELL = MachineReport("a", LIMITS, -1, 8 << 30, 16 << 30, "token", {ASYNC_ERRORS:
 def test_a_lost_peer_ends_no_survivors_process_unless_the_environment_says_so() -> None:
     fresh: dict[str, str] = {}
     prepare_nccl(fresh)
-    assert fresh == {ASYNC_ERRORS: "0", RECORDED: str(MOST_RECORDED)}
+    prepare_recorder(fresh, 1000)
+    assert fresh == {ASYNC_ERRORS: "0", RECORDED: "1000"}
     asked = {ASYNC_ERRORS: "1", RECORDED: "7"}
     prepare_nccl(asked)
+    prepare_recorder(asked, 1000)
     assert asked == {ASYNC_ERRORS: "1", RECORDED: "7"}
 
 

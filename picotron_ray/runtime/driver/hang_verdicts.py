@@ -1,0 +1,144 @@
+"""``debug NAME deadlock|comm``: why the ranks of a run stand still, asked of them, or as it was kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from picotron_ray.checkpoint.storage.base import get_bounded
+from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
+from picotron_ray.debug.rank_record import RankRecord, read_rank
+from picotron_ray.errors import ConfigError, NotFoundError
+from picotron_ray.runtime.driver import control, follow_run, stored_run
+from picotron_ray.runtime.node_agent.evidence import STOPPED
+from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
+
+ANSWER_S = 15.0
+A_RANK_BYTES = 512 << 10
+MOST_BYTES = 128 << 20
+"""Of all ranks' answers together."""
+PLACES_S = 5.0
+"""Longest further wait for the places of operations, which ranks read out for the first time in seconds."""
+KEPT_BYTES = 64 << 20
+
+
+def verdict(run: str, kept: bool = False) -> dict[str, Any]:
+    """Say why ranks of a run stand still; JSON values of `HangVerdict`, and what they rest on.
+
+    Args:
+        kept: judge what was kept of the newest failure, in place of asking the ranks. That is done too where
+            the run recovers, and has no ranks to ask.
+
+    Raises:
+        ConfigError: no run of that name goes on; or nothing was kept.
+        LostRunError: its coordinator does not answer.
+    """
+    coordinator, _ = control.connect_to_run(run)
+    seen = follow_run.poll(coordinator, follow_run.ALL_SEEN)
+    if seen is None:
+        raise follow_run.LostRunError(
+            f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`"
+        )
+    if seen["done"]:
+        raise ConfigError(f"run: {run!r} is over: no rank of it can be asked (`picotron-ray report {run}`)")
+    entries = [] if kept else _asked(run, seen)
+    if entries:
+        found = _named(judge_hang(read_ranks(entries)), run)
+        return {"run": run, "generation": seen["generation"], "failure": None, **found}
+    failure = next((one for one in reversed(seen["failures"]) if one.get("evidence")), None)
+    if failure is None:
+        none = "no failure of this run has kept what its ranks told"
+        now = "" if kept else f"run {run} does not train now ({seen['state']}), and "
+        raise ConfigError(f"{now}{none}")
+    evidence = _kept(run, coordinator, failure["evidence"])
+    records = read_ranks(evidence["ranks"])
+    found = _named(judge_hang(records, kept_least_s(records)), run)
+    judged = {name: failure[name] for name in ("kind", "target", "step", "evidence")}
+    told = {**judged, "why": evidence["why"], "at_s": evidence["at_s"]}
+    return {"run": run, "generation": evidence["generation"], "failure": told, **found}
+
+
+def read_ranks(entries: Sequence[Mapping[str, Any]]) -> list[RankRecord]:
+    """Read what agents heard; entries of nodes that did not answer have no rank."""
+    return [read_rank(entry) for entry in entries if "rank" in entry]
+
+
+def kept_least_s(ranks: Sequence[RankRecord]) -> float:
+    """Least age of an operation that counts, of ranks judged to hang: a part of how long they did."""
+    return min(2.0, 0.3 * max((record.for_s for record in ranks), default=0.0))
+
+
+def _asked(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Ask all ranks of the generation that runs; again, where one did not tell, or places are yet unknown."""
+    deadline = time.monotonic() + PLACES_S
+    while True:
+        entries = ask_agents(run, seen)
+        told = [
+            str(entry["collectives"])
+            for entry in entries
+            if "rank" in entry and entry["state"] not in STOPPED
+        ]
+        placed = all('"places":true' in text for text in told)
+        calm = all(told) and not judge_hang(read_ranks(entries)).findings
+        if placed or calm or time.monotonic() > deadline:
+            return entries
+        time.sleep(0.5)
+
+
+def ask_agents(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Ask the agents of a run where its ranks are: an entry for each, and for a node that is silent."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util import list_named_actors
+
+    if not seen.get("generation"):
+        return []
+    term, n = map(int, seen["generation"].split("."))
+    most = min(A_RANK_BYTES, MOST_BYTES // max(1, len(seen["members"])))
+    prefix = agent_name(run, "")
+    named = [
+        each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
+    ]
+    asked: dict[Any, str] = {}
+    for name in named:
+        if name.startswith(prefix):
+            agent = ray.get_actor(name, NAMESPACE)
+            asked[agent.evidence.remote(seen["term"], (term, n), most)] = name.removeprefix(prefix)
+    if asked:
+        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+    found: list[dict[str, Any]] = []
+    for reference, node in asked.items():
+        try:
+            found += [{"node": node, **entry} for entry in ray.get(reference, timeout=0)]
+        except RayError as error:
+            found.append({"node": node, "problem": f"{type(error).__name__}: {error}"[:500]})
+    return found if any("rank" in entry for entry in found) else []
+
+
+def _kept(run: str, coordinator: Any, name: str) -> dict[str, Any]:
+    """Read what was kept of a failure; it may be on its way to storage yet."""
+    import ray
+
+    job = JobConfig.model_validate(ray.get(coordinator.config.remote(), timeout=ANSWER_S))
+    storage = stored_run.storage_of(job)
+    deadline = time.monotonic() + PLACES_S
+    while True:
+        try:
+            found: dict[str, Any] = json.loads(get_bounded(storage, name, KEPT_BYTES))
+            return found
+        except NotFoundError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"run {run}: {name} is not in {storage.where}; see `picotron-ray debug bundle {run}`"
+                ) from error
+            time.sleep(0.2)
+
+
+def _named(found: HangVerdict, run: str) -> dict[str, Any]:
+    """JSON values of a verdict, with the run's name in the commands that it suggests."""
+    plain = found.plain()
+    plain["suggestions"] = [text.replace(" NAME", f" {run}") for text in plain["suggestions"]]
+    return plain

@@ -38,6 +38,7 @@ from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.rewind import by_rule
 from picotron_ray.coordinator.policies.state_copies import with_copies
+from picotron_ray.coordinator.replica_check import agreed_state, replay_by
 from picotron_ray.coordinator.resting import commit_state, rest
 from picotron_ray.coordinator.resume_state import (
     follow,
@@ -172,7 +173,9 @@ def _decide(memory: MachineMemory) -> None:
     if memory.incident is not None and not memory.incident.counted and not _apply_remedy(memory, point):
         return
     rewinds = rewinds_before(memory)
-    if older is not None and not memory.stop_requested:
+    if (sound := agreed_state(memory)) is not None:
+        point, why = sound
+    elif older is not None and not memory.stop_requested:
         point, why, rewind = older
         rewinds = (*rewinds, rewind)
     elif memory.distrust_slots:
@@ -288,6 +291,7 @@ def _launch(
         memory.settings,
         memory.adapted,
         replaced_by(memory.job, memory.settings),
+        replay_by(memory, point, members, choice.layout),
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))
@@ -302,7 +306,7 @@ def _launch(
     memory.pace = StepPace(spec.resume_step, memory.now)
     memory.begun.clear()
     memory.unseen.clear()
-    memory.verdict, memory.bad = "", None
+    memory.verdict, memory.bad, memory.divergence = "", None, None
     memory.rule_found = None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until, memory.rested_at, memory.resumed_with = None, None, 0

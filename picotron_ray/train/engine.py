@@ -275,6 +275,14 @@ class Engine:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""
         return self._state.tensors()
 
+    def replicated(self) -> list[tuple[str, StateTensor]]:
+        """List what other ranks may hold alike, each with a key that says which do (`replica_check`)."""
+        return self._state.replicated()
+
+    def replicated_gradients(self) -> list[tuple[str, StateTensor]]:
+        """As `replicated`, of the gradients as they are now."""
+        return self._state.replicated_gradients(self._gradients.values)
+
     def share_holders(self, wrote: Layout | None, wanted: Sequence[Shard]) -> frozenset[int]:
         """State groups of layout ``wrote`` that hold anything of what is ``wanted``; empty: not known."""
         if wrote is None:

@@ -14,6 +14,7 @@ from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.debug import DebugConfig
 from picotron_ray.config.schema.memory import MemoryConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
@@ -85,5 +86,6 @@ class JobConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="figures of steps")
     alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="rules over telemetry")
+    debug: DebugConfig = Field(default_factory=DebugConfig, description="checks of the run's own results")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

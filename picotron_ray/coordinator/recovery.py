@@ -15,6 +15,7 @@ from picotron_ray.coordinator.adaptation_launch import (
     settle_change,
     without_slow,
 )
+from picotron_ray.coordinator.agreed_state import agreed_state, replay_by
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill, note_unsaved
 from picotron_ray.coordinator.lineage import on_lineage
@@ -38,7 +39,6 @@ from picotron_ray.coordinator.policies.placement import spread
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.rewind import by_rule
 from picotron_ray.coordinator.policies.state_copies import with_copies
-from picotron_ray.coordinator.replica_check import agreed_state, replay_by
 from picotron_ray.coordinator.resting import commit_state, rest
 from picotron_ray.coordinator.resume_state import (
     follow,

@@ -9,19 +9,14 @@ others have room. That is bounded as the answers to rules are (``alerts.act_budg
 from __future__ import annotations
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.agreed_state import REPLICAS
 from picotron_ray.coordinator.generation_stop import blame
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.operator_orders import ORDER, send_away
 from picotron_ray.coordinator.policies import rule_acts
-from picotron_ray.coordinator.policies.restore_point import older_state
 from picotron_ray.coordinator.policies.rule_acts import HOUR_S, ActView
-from picotron_ray.coordinator.resume_state import held_slots
 from picotron_ray.coordinator.states import MachineState
 from picotron_ray.failures import FailureKind
-from picotron_ray.layout.layout import Layout
-
-REPLICAS = "replicas"
-"""Kind of the alerts that tell of it."""
 
 
 def note_divergence(memory: MachineMemory, event: m.Outcome) -> None:
@@ -63,46 +58,6 @@ def _move_off(memory: MachineMemory, name: str, step: int) -> None:
         return
     memory.rules_obeyed = (*memory.rules_obeyed, memory.now)
     send_away(memory, m.NodeDrain(name))
-    text = (
-        f"drain: the run moves off node {name}, which held wrong values: have its memory and devices tested"
-    )
+    text = f"drain: the run moves off node {name}, which held wrong values: have its devices tested"
     # as an operator's order is told, so that a later term knows it
     memory.alert("warning", ORDER, text, order="drain", accepted=True, node=name, left_s=0.0)
-
-
-def agreed_state(memory: MachineMemory) -> tuple[m.Source, str] | None:
-    """Newest state that is not younger than what replicas agreed on; None: nothing younger is in doubt."""
-    found = memory.divergence
-    if found is None or found.settled:
-        return None
-    point, why = older_state(
-        () if memory.distrust_slots else held_slots(memory),
-        memory.layouts,
-        memory.commits,
-        memory.history,
-        wanted=found.agreed_step,
-        below=found.agreed_step + 1,
-        bad_manifests=memory.bad_manifests,
-    )
-    return point, f"{why}: replicas agreed after step {found.agreed_step}"
-
-
-def replay_by(
-    memory: MachineMemory, point: m.Source, members: tuple[m.Member, ...], layout: Layout
-) -> m.Replay | None:
-    """What the next generation is to find out by computing steps again; None: nothing.
-
-    Only the same ranks can compute again what they computed. One that leaves before it is through hands it on.
-    """
-    found, before = memory.divergence, memory.spec
-    asked = found.replay if found is not None else None if before is None else before.replay
-    if asked is None or before is None or point.step >= asked.step:
-        return None
-    if (members, layout) == (before.members, before.layout):
-        return asked
-    text = (
-        f"replicas differed after step {asked.step}, and who was wrong cannot be decided: the ranks that"
-        " computed it are no longer together"
-    )
-    memory.alert("error", REPLICAS, text, step=asked.step, decided=False)
-    return None

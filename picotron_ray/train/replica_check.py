@@ -1,9 +1,9 @@
 """Check in the run: ranks that hold the same part of the state compare it, bit by bit, every so many steps.
 
 Between checks it costs nothing. A check reads the state once on the device, and all-gathers two numbers for
-each of a rank's few keys (`parallel.shard_boxes.replica_key`): ranks with equal keys hold the same. Under ZeRO
-what is cut has no second holder, unless there are several copies (``layout.replicate``), and nothing can be
-compared; `ReplicaCheck.applied` says which share of a rank's state has one.
+each of a rank's few keys (`parallel.shard_boxes.replica_key`): ranks with equal keys hold the same. What ZeRO
+cuts has no second holder, unless there are several copies (``layout.replicate``), and cannot be compared;
+`ReplicaCheck.applied` says which share of a rank's state has one.
 
 Where digests differ the ranks look for the place together: the first tensor by its hash, then ever smaller
 parts of it, until a few elements are left whose values they tell each other. With three or more holders the
@@ -222,11 +222,13 @@ def replica_check(
     """
     if not every or world_size == 1:
         return NoReplicaCheck()
-    return ReplicaCheck(every, parts(), rank, world_size, device, start_step, replay and values_of(replay))
+    return ReplicaCheck(every, parts(), rank, world_size, device, start_step, values_of(replay))
 
 
-def values_of(data: Mapping[str, Any]) -> DifferingValues:
-    """Read what `DifferingValues.plain` wrote."""
+def values_of(data: Mapping[str, Any] | None) -> DifferingValues | None:
+    """Read what `DifferingValues.plain` wrote; None of nothing."""
+    if data is None:
+        return None
     ranks = tuple(RankValues(one["rank"], tuple(one["values"])) for one in data["ranks"])
     return DifferingValues(data["step"], data["tensor"], tuple(data["elements"]), ranks, data["bits"])
 

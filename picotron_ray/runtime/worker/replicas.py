@@ -15,8 +15,8 @@ def check_of(
     job: JobConfig, spec: GenerationSpec, rank: int, engine: Engine, device: torch.device
 ) -> NoReplicaCheck:
     """Make the check, and say what it covers; all ranks together."""
-    every, replay = job.debug.replica_check_steps, spec.replay and plain(spec.replay)
-    ranks = spec.layout.world_size
+    every, ranks = job.debug.replica_check_steps, spec.layout.world_size
+    replay = None if spec.replay is None else plain(spec.replay)
     found = replica_check(every, lambda: engine.replicated(), rank, ranks, device, spec.resume_step, replay)
     for text in found.applied:
         print(f"generation {spec.id} rank {rank}: {text}", flush=True)

@@ -287,7 +287,10 @@ class Loop:
         pinned = step % self.job.checkpoint.interval_steps == 0 or bool(agreement.flags & SNAPSHOT)
         chosen = self.job.snapshot.interval_steps
         interval = agreement.snapshot_interval if chosen == "auto" else chosen
-        if pinned or step - self._last_snapshot >= interval:
+        sound = self.replicas.agreed_step == step  # as all ranks have just found
+        if sound:
+            self.snapshots.keep(step)
+        if pinned or sound or step - self._last_snapshot >= interval:
             self._last_snapshot = step
             if pinned:
                 self.snapshots.wait_copied()

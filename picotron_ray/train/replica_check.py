@@ -55,6 +55,8 @@ class NoReplicaCheck:
     """Check that is switched off, or that has nobody to compare with."""
 
     applied: tuple[str, ...] = ()
+    agreed_step = -1
+    """Newest state of which all ranks were found to hold the same; -1: none was looked at."""
 
     def check(self, step: int, *, leaving: bool) -> None:
         """Do nothing."""
@@ -84,7 +86,7 @@ class ReplicaCheck(NoReplicaCheck):
     ) -> None:
         self._every, self._rank, self._ranks, self._device = every, rank, world_size, device
         self._parts: dict[int, list[StateTensor]] = _by_key(parts)
-        self._agreed, self._replay = start_step, replay
+        self.agreed_step, self._replay = start_step, replay
         self.applied = (self._coverage(),)
 
     def _coverage(self) -> str:
@@ -118,7 +120,7 @@ class ReplicaCheck(NoReplicaCheck):
             self._settle(step, sound=not differing)
         if differing:
             raise self._found(step, differing)
-        self._agreed = step
+        self.agreed_step = step
 
     # --- all agree, as a rule -----------------------------------------------------------------------
 
@@ -159,17 +161,17 @@ class ReplicaCheck(NoReplicaCheck):
         hashes = tensor_hashes([_plain(tensor) for tensor in mine.values()])
         name = first_difference(self._gather(dict(zip(mine, hashes, strict=True))))
         values = None if name is None else self._located(step, name, mine.get(name))
-        since = f"they agreed after step {self._agreed}"
+        since = f"they agreed after step {self.agreed_step}"
         if values is None:
-            found = ReplicaFinding(step, self._agreed)
+            found = ReplicaFinding(step, self.agreed_step)
             text = f"replicas differ after step {step}, and no longer where it was looked for; {since}"
             return DivergedError(text, found.plain())
         text = f"replicas differ after step {step}: {values}; {since}"
         liars = outvoted(values)
         if liars:
             text = f"{text}; {_named(liars)} differs from the majority"
-            return DivergedError(text, ReplicaFinding(step, self._agreed, liars).plain())
-        return DivergedError(text, ReplicaFinding(step, self._agreed, replay=values).plain())
+            return DivergedError(text, ReplicaFinding(step, self.agreed_step, liars).plain())
+        return DivergedError(text, ReplicaFinding(step, self.agreed_step, replay=values).plain())
 
     def _located(self, step: int, name: str, tensor: StateTensor | None) -> DifferingValues | None:
         """Find elements that differ in a tensor; None of it is on this rank where ``tensor`` is None."""
@@ -202,7 +204,7 @@ class ReplicaCheck(NoReplicaCheck):
         state = "all ranks agree now" if sound else "ranks differ once more"
         who = f"{_named(liars)} held wrong values" if liars else "who was wrong cannot be decided"
         text = f"{recorded.tensor} after step {step}: {who}; {why}; {state}"
-        agreed = step if sound else self._agreed
+        agreed = step if sound else self.agreed_step
         raise DivergedError(text, ReplicaFinding(step, agreed, liars, settled=sound).plain())
 
 

@@ -1,9 +1,9 @@
 """Hash of a tensor's bits, made where the tensor is: any single bit that differs changes it.
 
-The hash is the sum of the elements' bits, each times an odd number that is up to its place, modulo 2^64. Sums
-of integers do not depend on their order, so it is the same in every run, on every device. A difference of one
-bit changes the sum by a power of two times an odd number, which is never 0. Others go unnoticed once in 2^64
-times. It is no protection against somebody who wants to deceive.
+The hash is the sum of words of at most 32 bits, each times an odd number that is up to its place, modulo 2^64.
+Sums of integers do not depend on their order, so it is the same in every run, on every device. A difference of
+one bit changes the sum by a power of two below 2^32 times an odd number, which is never 0. Others go unnoticed
+less than once in 2^32 times. It is no protection against somebody who wants to deceive.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def words_of(tensor: Tensor) -> Tensor:
 def tensor_hash(tensor: Tensor) -> Tensor:
     """Return the hash of a tensor: int64 ``[]`` on its device."""
     words = words_of(tensor)
+    if words.dtype == torch.int64:
+        words = words.view(torch.int32)  # the upper bits of a product of 64 bits are lost
     factors = _factors_on(words.device)
     total = torch.full((), words.numel(), dtype=torch.int64, device=words.device)
     for number, part in enumerate(words.split(CHUNK)):

@@ -1,4 +1,4 @@
-"""Looks at one step of a run that goes on: ranks that differ, and races. Heavy imports are the commands' own."""
+"""Looks at one step of a run that goes on: ranks that differ, and races. The commands import what is heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State to go on from where replicas differ, and what the next generation is to find out (`replica_check`)."""
+"""State to go on from where replicas differ, and what the next generation finds out (`replica_check`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """First place where ranks differ that must be alike, from hashes that each of them made of one step.
 
-Stages follow each other as causes do: the state before the step, its summed gradients, the state after it, and
-activations that the same rows bring about. The first stage that differs is where to look.
+Stages follow each other as causes do: the state before the step, its summed gradients, the state after it,
+and activations that the same rows bring about. The first stage that differs is where to look.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _sums(place: DifferingPlace, run: str) -> list[str]:
 
 def _update(place: DifferingPlace, run: str) -> list[str]:
     return [
-        "equal states and gradients gave different updates: that rank's device computes wrongly, or its memory"
-        " changed during the step",
+        "equal states and gradients gave different updates: that rank's device computes wrongly, or its"
+        " memory changed during the step",
     ]
 
 
@@ -135,7 +135,7 @@ def _passes(place: DifferingPlace, run: str) -> list[str]:
     return [
         f"equal weights and rows gave different outputs of {place.name}: see whether one rank alone repeats"
         f" itself with `picotron-ray debug race {run}`",
-        "compare GPU models, drivers and library versions of these ranks: different kernels round differently",
+        "compare GPU models, drivers and library versions of these ranks: other kernels round otherwise",
     ]
 
 
@@ -146,6 +146,7 @@ def _nodes(found: Sequence[DifferingPlace]) -> list[str]:
     suspects = sorted({rank for place in found for rank in place.suspects})
     if suspects:
         return [
-            f"move off the nodes of ranks {_few(suspects)} (`picotron-ray drain`) and test their memory and GPUs"
+            f"move off the nodes of ranks {_few(suspects)} (`picotron-ray drain`), and test their memory and"
+            " GPUs"
         ]
     return ["with three replicas or more a majority would tell who is wrong"]

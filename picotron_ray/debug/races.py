@@ -1,9 +1,9 @@
 """Races of one step, from passes that each rank has run twice and sums that it has watched.
 
-The same rows and the same state must give the same bits. The first module whose output changes between runs is
-the place, on the rank that says so. Ranks that share rows depend on each other, so that of them the first one
-in the order of the pass is named. Summed gradients are everybody's: they tell of a race in communication only
-where all passes repeat themselves.
+The same rows and the same state must give the same bits. The first module whose output changes between runs
+is the place, on the rank that says so. Ranks that share rows depend on each other, so that of them the first
+one in the order of the pass is named. Summed gradients are everybody's: they tell of a race in communication
+only where all passes repeat themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from picotron_ray.layout.layout import Layout
 
 PASSES = ("forward", "backward", "gradients")
+_WORDS = {"forward": "output", "backward": "gradient of the output", "gradients": "summed gradient"}
 Hashes = Sequence[tuple[str, int]]
 
 
@@ -44,9 +45,10 @@ class Race:
     def __str__(self) -> str:
         more = f", and {self.also} more places" if self.also else ""
         if self.kind == "write":
-            return f"rank {self.rank}: gradient of {self.place} was written while it was summed, in {self.when}{more}"
-        what = {"forward": "output", "backward": "gradient of the output", "gradients": "summed gradient"}
-        return f"rank {self.rank}: {what[self.kind]} of {self.place} differs between two runs on the same rows{more}"
+            what = f"gradient of {self.place} was written while it was summed, in {self.when}"
+            return f"rank {self.rank}: {what}{more}"
+        what = f"{_WORDS[self.kind]} of {self.place} differs between two runs on the same rows"
+        return f"rank {self.rank}: {what}{more}"
 
 
 def races(reports: Mapping[int, Mapping[str, Any]], layout: Layout) -> list[Race]:
@@ -122,7 +124,7 @@ def suggestions(found: Sequence[Race], run: str) -> list[str]:
     if kinds & {"forward", "backward"}:
         place = next(race.place for race in found if race.kind in ("forward", "backward"))
         hints.append(
-            f"look at {place}: a kernel that adds with atomics (set torch.use_deterministic_algorithms to see),"
+            f"look at {place}: a kernel that adds with atomics (torch.use_deterministic_algorithms shows it),"
             " a buffer that is written from another stream, or randomness that does not follow the step's seed"
         )
     if kinds == {"gradients"}:
@@ -132,7 +134,7 @@ def suggestions(found: Sequence[Race], run: str) -> list[str]:
         )
     if len(ranks) == 1:
         hints.append(
-            f"only rank {ranks[0]} is concerned: test its node's memory and GPU, and see whether the race moves"
-            f" with the node (`picotron-ray drain {run} NODE`)"
+            f"only rank {ranks[0]} is concerned: test its node's memory and GPU, and see whether the race"
+            f" goes with the node (`picotron-ray drain {run} NODE`)"
         )
     return hints

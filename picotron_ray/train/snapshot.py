@@ -181,7 +181,7 @@ class Snapshotter:
             self._complete = max(self._complete, (self._writer.term, self._writer.n, sealed))
 
     def keep(self, step: int) -> None:
-        """Keep the slot of ``step`` for as long as another one can be written: that state is known to be sound."""
+        """Keep the slot of a state that is known to be sound for as long as another one can be written."""
         self._kept = (self._writer.term, self._writer.n, step)
 
     def flush(self, step: int, tail: Sequence[str], pinned: bool) -> bool:

@@ -1,9 +1,9 @@
 """Hash of a tensor's bits, made where the tensor is: any single bit that differs changes it.
 
-The hash is the sum of words of at most 32 bits, each times an odd number that is up to its place, modulo 2^64.
-Sums of integers do not depend on their order, so it is the same in every run, on every device. A difference of
-one bit changes the sum by a power of two below 2^32 times an odd number, which is never 0. Others go unnoticed
-less than once in 2^32 times. It is no protection against somebody who wants to deceive.
+The hash is the sum of words of at most 32 bits, each times an odd number that is up to its place, modulo
+2^64. Sums of integers do not depend on their order, so it is the same in every run, on every device. A
+difference of one bit changes the sum by a power of two below 2^32 times an odd number, which is never 0.
+Others go unnoticed less than once in 2^32 times. It is no protection against somebody who wants to deceive.
 """
 
 from __future__ import annotations

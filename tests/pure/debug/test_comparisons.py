@@ -14,7 +14,9 @@ def report(**stages: list[tuple[str, str, int]]) -> dict[str, Any]:
     return dict(stages)
 
 
-SAME = report(before=[("w", "a", 1)], gradients=[("g", "a", 1)], after=[("w", "a", 2)], activations=[("x", "m", 1)])
+SAME = report(
+    before=[("w", "a", 1)], gradients=[("g", "a", 1)], after=[("w", "a", 2)], activations=[("x", "m", 1)]
+)
 
 
 def test_a_cause_comes_before_what_follows_from_it() -> None:
@@ -69,7 +71,11 @@ def told(reports: dict[int, Any], layout: Layout) -> list[tuple[int, str, str]]:
 
 
 def test_each_replica_tells_of_its_own_races() -> None:
-    reports = {0: ran(), 1: ran(forward="b", backward="a", gradients="a"), 2: ran(backward="c", gradients="a")}
+    reports = {
+        0: ran(),
+        1: ran(forward="b", backward="a", gradients="a"),
+        2: ran(backward="c", gradients="a"),
+    }
     assert told(reports, Layout(dp=3)) == [(1, "forward", "b"), (2, "backward", "c")]
 
 

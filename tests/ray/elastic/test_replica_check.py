@@ -1,4 +1,4 @@
-"""A bit that turns over in one worker's memory is found, its node is left, and nothing shows in the losses."""
+"""A bit that turns over in a worker's memory is found, its node is left, and nothing shows in the losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at one step for ranks that differ (``debug NAME inconsistency``), and for races (``debug NAME race``).
+"""Looks at one step for ranks that differ (``debug NAME inconsistency``), and for races (``... race``).
 
 Both work on the step at hand and, at the boundary after it, on held-out rows. All ranks take part at once,
 since passes may communicate; so what fails here on one rank ends the generation, as a failed step does.

@@ -28,7 +28,8 @@ class LayerHashes:
         self._forward: list[tuple[str, Tensor]] = []
         self._backward: list[tuple[str, Tensor]] = []
         self._hooks = [
-            module.register_forward_hook(_Note(self, name)) for name, module in hooked_modules(engine, compiled)
+            module.register_forward_hook(_Note(self, name))
+            for name, module in hooked_modules(engine, compiled)
         ]
 
     def forward(self, name: str, output: Any) -> None:

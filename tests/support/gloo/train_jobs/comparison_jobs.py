@@ -19,9 +19,9 @@ from picotron_ray.train.disturbance import flip_bit
 from picotron_ray.train.engine import Engine, build_engine
 from tests.support.gloo.pool import Job
 from tests.support.gloo.train_jobs import tool_jobs
+from tests.support.gloo.train_jobs.remesh_jobs import resources_of
 
-READ = "read"
-LAYER = "layers.1.feed_forward"
+LAYER = "layers.1.mlp"
 WEIGHT = "layers.1.attention.wq.weight"
 
 
@@ -120,3 +120,10 @@ def compared(
     last = answers[-1]
     assert last["state"] == "done", last
     return outcome, json.loads((Path(folder) / last["file"]).read_text())
+
+
+def checked(job: Job, config: JobConfig, spec: GenerationSpec, folder: str, plant: str, liar: int) -> Outcome:
+    """Run a generation to its end."""
+    home = resources_of(config, Path(folder))
+    with patch.object(generation, "build_engine", partial(_built, plant, liar)):
+        return generation.GenerationRun(home, spec, (job.host, job.port)).run()

@@ -1,4 +1,4 @@
-"""Looks at one step of a run that goes on: ranks that differ, and races. The commands import what is heavy."""
+"""Looks at one step of a run that goes on: ranks that differ, and races. Heavy imports are inside."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def suggestions(found: Sequence[Race], run: str) -> list[str]:
         place = next(race.place for race in found if race.kind in ("forward", "backward"))
         hints.append(
             f"look at {place}: a kernel that adds with atomics (torch.use_deterministic_algorithms shows it),"
-            " a buffer that is written from another stream, or randomness that does not follow the step's seed"
+            " a buffer that is written from another stream, or randomness that does not follow the seed"
         )
     if kinds == {"gradients"}:
         hints.append(

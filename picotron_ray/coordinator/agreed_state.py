@@ -31,8 +31,8 @@ def agreed_state(memory: MachineMemory) -> tuple[m.Source, str] | None:
 
 def replay_by(
     memory: MachineMemory, point: m.Source, members: tuple[m.Member, ...], layout: Layout
-) -> m.Replay | None:
-    """What the next generation is to find out by computing steps again; None: nothing.
+) -> m.StepReplay | None:
+    """Return what the next generation finds out by computing steps again; None: nothing.
 
     Only the same ranks can compute again what they computed. A generation that leaves before it is through
     hands it on.

@@ -78,7 +78,6 @@ from picotron_ray.coordinator.messages.values import (
     NodeDrain,
     NodeTraits,
     OutcomeKind,
-    Replay,
     Rewind,
     Settings,
     SlotIdentity,
@@ -87,6 +86,7 @@ from picotron_ray.coordinator.messages.values import (
     StandingOrders,
     StateCopy,
     StateId,
+    StepReplay,
     Strike,
 )
 
@@ -136,7 +136,6 @@ __all__ = [
     "Planned",
     "Quarantine",
     "Release",
-    "Replay",
     "Retired",
     "Rewind",
     "RuleAct",
@@ -153,6 +152,7 @@ __all__ = [
     "StartWorker",
     "StateCopy",
     "StateId",
+    "StepReplay",
     "StopWorker",
     "Strike",
     "TakeSnapshot",

@@ -234,7 +234,7 @@ class HeldValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class StepReplay:
     """Steps that the same members compute again, to find which of them held wrong values after ``step``.
 
     Fields:
@@ -265,7 +265,7 @@ class Divergence:
     agreed_step: int
     liars: tuple[int, ...] = ()
     settled: bool = False
-    replay: Replay | None = None
+    replay: StepReplay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class GenerationSpec:
     settings: Settings = ()  # config keys that it and its successors run with instead of the job's
     adapted: tuple[Adapted, ...] = ()  # newest changes of the run, oldest first
     replaced: Settings = ()  # what the job said for the keys of ``settings``
-    replay: Replay | None = None  # what it is to find out on the way
+    replay: StepReplay | None = None  # what it is to find out on the way
 
     @property
     def resume_step(self) -> int:

@@ -16,7 +16,7 @@ from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.coordinator.standing_record import StandingRecord
 from tests.support.runs.coordinator_world import World, flush, job, of, outcomes, snapshot
 
-ASKED = m.Replay(50, "w", (3,), (m.HeldValues(0, (1.0,)), m.HeldValues(2, (2.0,))), 1)
+ASKED = m.StepReplay(50, "w", (3,), (m.HeldValues(0, (1.0,)), m.HeldValues(2, (2.0,))), 1)
 NAMED = m.Divergence(50, 40, (2,))
 UNDECIDED = m.Divergence(50, 40, replay=ASKED)
 

@@ -28,7 +28,7 @@ class LayerHashes:
         self._forward: list[tuple[str, Tensor]] = []
         self._backward: list[tuple[str, Tensor]] = []
         self._hooks = [
-            module.register_forward_hook(_Note(self, name))
+            module.register_forward_hook(_OutputNote(self, name))
             for name, module in hooked_modules(engine, compiled)
         ]
 
@@ -38,7 +38,7 @@ class LayerHashes:
             place = name if not at else f"{name}[{at}]"
             _add(self._forward, place, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(_Back(self, place))
+                tensor.register_hook(_GradientNote(self, place))
 
     def backward(self, name: str, gradient: Tensor) -> None:
         """Note a gradient of a module's output."""
@@ -58,7 +58,7 @@ class LayerHashes:
         self._hooks.clear()
 
 
-class _Note:
+class _OutputNote:
     def __init__(self, hashes: LayerHashes, name: str) -> None:
         self._hashes, self._name = hashes, name
 
@@ -66,7 +66,7 @@ class _Note:
         self._hashes.forward(self._name, output)
 
 
-class _Back:
+class _GradientNote:
     def __init__(self, hashes: LayerHashes, name: str) -> None:
         self._hashes, self._name = hashes, name
 

@@ -48,8 +48,8 @@ class HeartbeatPage(Protocol):
 
     computing_step: int
 
-    def phase(self, name: str) -> None:
-        """Say which phase of a step begins."""
+    def phase(self, name: str, limit_s: float | None = None) -> None:
+        """Say which phase of a step begins; ``limit_s``: how long it may take, instead of what is learned."""
 
     def put(self, **values: float) -> None:
         """Set values of the page."""
@@ -201,9 +201,12 @@ class Loop:
         self.clock.enter(phase)
 
     def _compare(self, step: int, *, leaving: bool) -> None:
-        """Compare what ranks hold alike; a state that is not sound reaches no slot."""
+        """Compare what ranks hold alike, where that is due; a state that is not sound reaches no slot."""
+        if not self.replicas.due(step, leaving=leaving):
+            return
+        self.page.phase("sync", self.job.elastic.first_step_timeout_s)
         try:
-            self.replicas.check(step, leaving=leaving)
+            self.replicas.check(step)
         except DivergedError as error:
             if not error.settled:
                 self.page.put(clean=-1)

@@ -20,6 +20,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -58,7 +59,15 @@ class NoReplicaCheck:
     agreed_step = -1
     """Newest state of which all ranks were found to hold the same; -1: none was looked at."""
 
-    def check(self, step: int, *, leaving: bool) -> None:
+    def due(self, step: int, *, leaving: bool) -> bool:
+        """Whether ranks compare the state after ``step``, the same on all of them.
+
+        Args:
+            leaving: it is the generation's last step.
+        """
+        return False
+
+    def check(self, step: int) -> None:
         """Do nothing."""
 
 
@@ -103,20 +112,21 @@ class ReplicaCheck(NoReplicaCheck):
         why = "" if share else ": no rank holds what another one holds, nothing can be compared"
         return f"replica check every {self._every} steps: {share:.1%} of the state has a second holder{why}"
 
-    def check(self, step: int, *, leaving: bool) -> None:
-        """Compare the state after ``step``, where that is due; all ranks call it.
+    def due(self, step: int, *, leaving: bool) -> bool:
+        """Every so many steps, at the last one, and where a replay is through."""
+        return step % self._every == 0 or leaving or self._replayed(step)
 
-        Args:
-            leaving: it is the generation's last step.
+    def _replayed(self, step: int) -> bool:
+        return self._replay is not None and self._replay.step == step
+
+    def check(self, step: int) -> None:
+        """Compare the state after ``step``; all ranks call it.
 
         Raises:
             DivergedError: ranks differ, or a replay is through.
         """
-        replayed = self._replay is not None and self._replay.step == step
-        if not (step % self._every == 0 or leaving or replayed):
-            return
         differing = differing_keys(self._exchange())
-        if replayed:
+        if self._replayed(step):
             self._settle(step, sound=not differing)
         if differing:
             raise self._found(step, differing)
@@ -127,8 +137,11 @@ class ReplicaCheck(NoReplicaCheck):
     def _exchange(self) -> list[dict[int, int]]:
         """By rank, digests by key."""
         mine = torch.zeros(2 * MOST_KEYS, dtype=torch.int64)
+        found = iter(
+            tensor_hashes([_plain(tensor) for tensors in self._parts.values() for tensor in tensors])
+        )
         for at, (key, tensors) in enumerate(self._parts.items()):
-            hashes = tensor_hashes([_plain(tensor) for tensor in tensors])
+            hashes = list(islice(found, len(tensors)))
             mine[2 * at], mine[2 * at + 1] = key, _digest(struct.pack(f"<{len(hashes)}q", *hashes))
         rows = self._all_gather(mine).view(self._ranks, MOST_KEYS, 2).tolist()
         return [{key: digest for key, digest in row if key} for row in rows]

@@ -42,7 +42,8 @@ def trained(
                 if rank == job.rank:
                     (tensor,) = (t.tensor for _, t in engine.replicated() if t.shard.name == name)
                     flip_bit(tensor, element)  # type: ignore[arg-type]
-            check.check(step, leaving=step == steps)
+            if check.due(step, leaving=step == steps):
+                check.check(step)
     except DivergedError as error:
         said |= {"text": str(error), "found": dict(error.found)}
     engine.close()

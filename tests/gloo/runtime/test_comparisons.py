@@ -19,6 +19,7 @@ from tests.support.gloo.runs import losses, terms
 from tests.support.gloo.train_jobs.comparison_jobs import LAYER, WEIGHT, compared
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
 from tests.support.gloo.train_jobs.tool_jobs import LEAST_STEPS
+from tests.support.selection import also_deep
 
 
 def run(
@@ -40,7 +41,7 @@ def run(
 DP, TP, ZERO = Layout(dp=2), Layout(tp=2), Layout(dp=2, zero=2)
 
 
-@pytest.mark.parametrize("layout", [DP, TP, ZERO, Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [DP, *also_deep(TP, ZERO, Layout(pp=2))], ids=str)
 def test_sound_ranks_agree_in_all_that_they_share(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     _, reports = run(pool, tmp_path / "run", layout, "inconsistency")
     found, counts = compare(reports)
@@ -60,13 +61,14 @@ def test_the_first_place_that_differs_is_named(
     assert (found[0].stage, found[0].name, found[0].groups) == (stage, name, ((0,), (1,)))
 
 
+@pytest.mark.deep
 def test_of_three_replicas_the_wrong_one_is_suspected(pool: Pool, tmp_path: Path) -> None:
     _, reports = run(pool, tmp_path / "run", Layout(dp=3), "inconsistency", "wrong", 2)
     found, _ = compare(reports)
     assert (found[0].name, found[0].suspects) == (LAYER, (2,))
 
 
-@pytest.mark.parametrize("layout", [DP, ZERO, Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [DP, *also_deep(ZERO, Layout(pp=2))], ids=str)
 def test_without_a_race_none_is_found_and_losses_are_those_of_a_run_without(
     pool: Pool, tmp_path: Path, layout: Layout
 ) -> None:
@@ -81,9 +83,11 @@ def test_without_a_race_none_is_found_and_losses_are_those_of_a_run_without(
     ("layout", "plant", "kind", "place"),
     [
         (DP, "noise", "forward", LAYER),
-        (DP, "backward noise", "backward", LAYER),
         (DP, "write", "write", "head.weight"),
-        (Layout(pp=2), "noise", "forward", LAYER),
+        *also_deep(
+            (DP, "backward noise", "backward", LAYER),
+            (Layout(pp=2), "noise", "forward", LAYER),
+        ),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from tests.support.gloo.layouts import PAIRS
 from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, make_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.replica_jobs import Flips, trained
+from tests.support.selection import also_deep
 
 STEPS, EVERY = 6, 3
 WEIGHT = "layers.1.attention.wq.weight"
@@ -95,12 +96,14 @@ def run(
 @pytest.mark.parametrize(
     ("layout", "model", "shared"),
     [
-        (Layout(dp=2), None, "100.0%"),
         (Layout(dp=2, zero=2), None, "0.0%"),
         (Layout(dp=2, tp=2), MIXTURE, "100.0%"),
-        (Layout(tp=2), None, "3.3%"),
-        (Layout(dp=4, zero=1, replicate=2), None, "100.0%"),
-        (Layout(cp=2, ep=2), MIXTURE, ""),
+        *also_deep(
+            (Layout(dp=2), None, "100.0%"),
+            (Layout(tp=2), None, "3.3%"),
+            (Layout(dp=4, zero=1, replicate=2), None, "100.0%"),
+            (Layout(cp=2, ep=2), MIXTURE, ""),
+        ),
     ],
     ids=str,
 )
@@ -122,11 +125,13 @@ def test_of_three_replicas_the_minority_is_named(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("layout", "tensor", "at", "liar"),
     [
-        (Layout(dp=2), WEIGHT, 6, 1),
         (Layout(dp=2), WEIGHT, 4, 0),  # two steps of wrong gradients have reached the other one
-        (Layout(dp=2), f"exp_avg/{WEIGHT}", 6, 1),
-        (Layout(tp=2), "layers.0.attention_norm.weight", 5, 1),
-        (Layout(dp=4, zero=1, replicate=2), WEIGHT, 5, 3),
+        *also_deep(
+            (Layout(dp=2), WEIGHT, 6, 1),
+            (Layout(dp=2), f"exp_avg/{WEIGHT}", 6, 1),
+            (Layout(tp=2), "layers.0.attention_norm.weight", 5, 1),
+            (Layout(dp=4, zero=1, replicate=2), WEIGHT, 5, 3),
+        ),
     ],
     ids=str,
 )

@@ -5,7 +5,8 @@ message alone, so it survives pickling through Ray unchanged.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 REMOVED = "was removed while the run was using it"
 """Words of storage whose folder is gone: it is no use to wait for it."""
@@ -146,6 +147,22 @@ class NumericsError(PicotronError):
     def __init__(self, message: str = "", bad_step: int = 0, reason: str = "") -> None:
         super().__init__(message)
         self.bad_step, self.reason = bad_step, reason
+
+
+class DivergedError(PicotronError):
+    """Ranks that hold the same part of the state hold different values.
+
+    ``found`` says what is known of it, as plain values (`debug.replicas.ReplicaFinding`); ``settled`` whether
+    the state at hand is sound all the same, as steps computed again have shown.
+    """
+
+    def __init__(self, message: str = "", found: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.found = found or {}
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.found.get("settled"))
 
 
 class PeerLostError(PicotronError):

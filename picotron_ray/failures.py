@@ -21,6 +21,7 @@ class FailureKind(StrEnum):
     LATE = "late"  # the worker did not stop with the others at a step boundary
     START_FAILED = "start-failed"  # a new worker did not come up
     NUMERICS = "numerics"  # loss, gradients or weights are not finite or spike: a rewind, or the end
+    DIVERGED = "diverged"  # ranks hold different values of what they must hold alike: silent corruption
     WORKER_EXITED = "worker-exited"  # the worker's process is gone
     OUT_OF_MEMORY = "out-of-memory"  # an allocation failed, or the kernel or Ray killed the worker for memory
     HANG = "hang"  # a phase outlasted its limit, or an interrupt was not answered
@@ -75,6 +76,7 @@ FAILURE_RULES: Mapping[FailureKind, FailureRule] = {
     FailureKind.LATE: FailureRule(FailureKind.FAILED),
     FailureKind.START_FAILED: FailureRule(FailureKind.FAILED),
     FailureKind.NUMERICS: FailureRule(FailureKind.NUMERICS, climbs=False),
+    FailureKind.DIVERGED: FailureRule(FailureKind.DIVERGED),
     FailureKind.WORKER_EXITED: FailureRule(FailureKind.WORKER_EXITED),
     FailureKind.OUT_OF_MEMORY: FailureRule(FailureKind.OUT_OF_MEMORY, climbs=False),
     FailureKind.HANG: FailureRule(FailureKind.HANG),

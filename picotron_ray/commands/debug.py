@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from picotron_ray.commands import debug_breaks, debug_bundle, debug_verdicts
+from picotron_ray.commands import debug_breaks, debug_bundle, debug_compare, debug_verdicts
 
 
 class NameFirst(TyperGroup):
@@ -34,3 +34,5 @@ debug.command("rm")(debug_breaks.rm)
 debug.command("continue")(debug_breaks.continue_)
 debug.command("inspect")(debug_breaks.inspect)
 debug.command("trace")(debug_breaks.trace)
+debug.command("inconsistency")(debug_compare.inconsistency)
+debug.command("race")(debug_compare.race)

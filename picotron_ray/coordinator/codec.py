@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from picotron_ray.coordinator.messages import Command, Event, GenerationSpec
+from picotron_ray.coordinator.messages import Command, Divergence, Event, GenerationSpec
 from picotron_ray.failures import FailureKind
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
@@ -53,6 +53,12 @@ def decode_spec(data: dict[str, Any]) -> GenerationSpec:
     """Read a generation's spec, as ``plain`` wrote it (the log's and the agents' form)."""
     spec: GenerationSpec = _reader(typing.cast(Any, GenerationSpec))(data)
     return spec
+
+
+def decode_divergence(data: Mapping[str, Any]) -> Divergence:
+    """Read what members say of replicas that differ, as plain values."""
+    found: Divergence = _reader(typing.cast(Any, Divergence))(data)
+    return found
 
 
 @cache

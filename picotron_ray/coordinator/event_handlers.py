@@ -22,6 +22,7 @@ from picotron_ray.coordinator.planning import planned
 from picotron_ray.coordinator.policies.restore_point import newest_commit
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.recovery import ask_again
+from picotron_ray.coordinator.replica_check import note_divergence
 from picotron_ray.coordinator.rescues import note_rescues
 from picotron_ray.coordinator.resume_state import counts, forget_older
 from picotron_ray.coordinator.rule_findings import rule_finding
@@ -165,6 +166,9 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
     elif event.kind is FailureKind.NUMERICS:
         memory.held = True
         note_bad_step(memory, event)
+    elif event.kind is FailureKind.DIVERGED:
+        memory.held = True
+        note_divergence(memory, event)
     elif event.detail.startswith("corrupt:"):
         _quarantine(memory, event.worker, event.detail.removeprefix("corrupt:").strip())
     elif event.detail.startswith("unreachable:"):

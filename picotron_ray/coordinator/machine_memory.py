@@ -21,6 +21,7 @@ from picotron_ray.coordinator.messages import (
     Alert,
     Command,
     Commit,
+    Divergence,
     Finish,
     GenerationId,
     GenerationSpec,
@@ -201,6 +202,7 @@ class MachineMemory:
     again: bool = False  # it is stopped to be launched again
     # the end
     stop_requested: bool = False
+    divergence: Divergence | None = None  # of replicas of the present generation
     bad: BadStep | None = None  # first bad step of the present generation
     verdict: str = ""  # why the run must end as failed once its last state is committed; empty: it need not
     final: tuple[Literal["finished", "stopped", "failed"], int] | None = None

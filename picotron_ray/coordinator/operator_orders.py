@@ -141,11 +141,12 @@ def _drain(memory: MachineMemory, event: m.Order) -> Answer:
     if node.draining:
         memory.sent_away.setdefault(name, node.drain_deadline or 0.0)
         return f"drain: node {name} is about to go already", data
-    _send_away(memory, m.NodeDrain(name, event.left_s))
+    send_away(memory, m.NodeDrain(name, event.left_s))
     return f"drain: the run moves off node {name}", data
 
 
-def _send_away(memory: MachineMemory, drain: m.NodeDrain) -> None:
+def send_away(memory: MachineMemory, drain: m.NodeDrain) -> None:
+    """Take no more work to a node, have what it holds saved, and give it back."""
     now = memory.now + memory.slept_s
     memory.sent_away[drain.node] = now + drain.left_s if drain.left_s else 0.0
     send_away_again(memory, drain.node)
@@ -175,7 +176,7 @@ def take_orders(memory: MachineMemory, event: m.Begin) -> None:
     if said.max_workers:
         _set_sizes(memory, said.min_workers or cluster.min_workers, said.max_workers)
     for drain in said.draining:
-        _send_away(memory, drain)  # once it joins: the roster is empty
+        send_away(memory, drain)  # once it joins: the roster is empty
     if event.left_s is not None:
         memory.limit, memory.limit_s = event.limit, max(0.0, event.left_s)
         memory.ends_at = memory.now + memory.slept_s + event.left_s

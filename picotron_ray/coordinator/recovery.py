@@ -15,6 +15,7 @@ from picotron_ray.coordinator.adaptation_launch import (
     settle_change,
     without_slow,
 )
+from picotron_ray.coordinator.agreed_state import agreed_state, replay_by
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill, note_unsaved
 from picotron_ray.coordinator.lineage import on_lineage
@@ -172,7 +173,9 @@ def _decide(memory: MachineMemory) -> None:
     if memory.incident is not None and not memory.incident.counted and not _apply_remedy(memory, point):
         return
     rewinds = rewinds_before(memory)
-    if older is not None and not memory.stop_requested:
+    if (sound := agreed_state(memory)) is not None:
+        point, why = sound
+    elif older is not None and not memory.stop_requested:
         point, why, rewind = older
         rewinds = (*rewinds, rewind)
     elif memory.distrust_slots:
@@ -288,6 +291,7 @@ def _launch(
         memory.settings,
         memory.adapted,
         replaced_by(memory.job, memory.settings),
+        replay_by(memory, point, members, choice.layout),
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))
@@ -302,7 +306,7 @@ def _launch(
     memory.pace = StepPace(spec.resume_step, memory.now)
     memory.begun.clear()
     memory.unseen.clear()
-    memory.verdict, memory.bad = "", None
+    memory.verdict, memory.bad, memory.divergence = "", None, None
     memory.rule_found = None
     memory.incident, memory.boundary_asked, memory.distrust_slots, memory.rewind = None, False, False, None
     memory.failing_until, memory.rested_at, memory.resumed_with = None, None, 0

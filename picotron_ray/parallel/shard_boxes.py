@@ -35,6 +35,21 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
+def replica_key(spec: ParameterSpec, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Name the box that ``rank`` holds: of one parameter, ranks with equal keys hold the same box.
+
+    It depends on what cuts the parameter, and not on its shape. So few keys stand for all parameters of a
+    rank: pipeline rank, tensor-parallel rank, index of its experts and of its part under ZeRO; -1 where that
+    does not cut.
+    """
+    at = layout.coordinates(rank)
+    tp = at.tp if spec.tp_dim is not None and layout.tp > 1 else -1
+    experts = layout.expert_index(rank) if spec.expert and layout.ep > 1 else -1
+    cut = layout.zero and spec.trained
+    part = (layout.expert_shard(rank) if spec.expert else layout.shard(rank)) if cut else -1
+    return at.pp, tp, experts, part
+
+
 def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     """Return whether this rank's state group is the one that checkpoints the box.
 

@@ -7,6 +7,7 @@ has no hook.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch, make_batch
+from picotron_ray.parallel.local_shards import local_tensor
 
-IN_PASSES = ("nan", "scale", "scale-gradients", "leak")
+IN_PASSES = ("nan", "scale", "scale-gradients", "leak", "flip")
 MakeBatch = Callable[..., StepBatch]
 
 
@@ -26,12 +28,14 @@ class Disturbance:
 
     Fields:
         nan: whether the next forward pass has an output that is not a number.
+        flip: whether a bit of a weight turns over in the next forward pass.
         factor, gradient_factor: to the output of its stages, and to the gradient of that.
         pass_bytes: kept at each forward pass.
         row_s: seconds by which each row of data comes late.
     """
 
     nan = False
+    flip = False
     factor = 1.0
     gradient_factor = 1.0
     pass_bytes = 0
@@ -64,11 +68,26 @@ def _disturb(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor
     factor = Disturbance.factor
     if Disturbance.nan and torch.is_grad_enabled():  # an evaluation is none of its business
         Disturbance.nan, factor = False, float("nan")
+    if Disturbance.flip and torch.is_grad_enabled():
+        Disturbance.flip = False
+        flip_bit(next(module.parameters()))
     if factor != 1.0:
         output = output * factor
     if Disturbance.gradient_factor != 1.0 and output.requires_grad:
         output.register_hook(lambda gradient: gradient * Disturbance.gradient_factor)
     return output
+
+
+def flip_bit(parameter: Tensor, element: int = 0) -> None:
+    """Turn over the first bit of an element's fraction, behind the back of autograd.
+
+    What is not zero changes by up to a third, and stays finite: nothing but its neighbours tells that it is
+    wrong.
+    """
+    values = local_tensor(parameter.data).view(-1)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    fraction = round(-math.log2(torch.finfo(values.dtype).eps))
+    values.view(bits)[element] ^= 1 << (fraction - 1)
 
 
 def batches_of(job: JobConfig) -> MakeBatch:

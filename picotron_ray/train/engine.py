@@ -26,13 +26,15 @@ Optional parts stand behind one interface each, and are chosen when the engine i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
+from picotron_ray.comm.reducers.watched import Hash
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
@@ -91,7 +93,7 @@ class Engine:
         pools: MemoryPools | None = None,
     ) -> None:
         self._pools = pools or MemoryPools()
-        self.job, self.layout, self.device = job, mesh.layout, device
+        self.job, self.layout, self.rank, self.device = job, mesh.layout, mesh.rank, device
         self.step = self.skipped = 0
         # moments taken over from another run have seen its updates: the bias correction must know
         self._inherited_updates = (job.init_from.step or 0) if job.init_from.optimizer_state else 0
@@ -274,6 +276,23 @@ class Engine:
     def state(self) -> list[StateTensor]:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""
         return self._state.tensors()
+
+    def replicated(self) -> list[tuple[str, StateTensor]]:
+        """List what other ranks may hold alike, each with a key that says which do (`replica_check`)."""
+        return self._state.replicated()
+
+    def replicated_gradients(self) -> list[tuple[str, StateTensor]]:
+        """As `replicated`, of the gradients as they are now."""
+        return self._state.replicated_gradients(self._gradients.values)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """List the modules of this rank's stages by their canonical names, in the order of the model."""
+        for stage in sorted(self._models):
+            yield from self._models[stage].named_modules()
+
+    def watch_sums(self, digest: Hash | None, written: Callable[[str], None] = silent) -> None:
+        """Watch whether anybody writes into gradients while replicas sum them (`Gradients.watch`)."""
+        self._gradients.watch(digest, written)
 
     def share_holders(self, wrote: Layout | None, wanted: Sequence[Shard]) -> frozenset[int]:
         """State groups of layout ``wrote`` that hold anything of what is ``wanted``; empty: not known."""

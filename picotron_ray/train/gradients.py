@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from picotron_ray.comm.all_reduce import sum_
 from picotron_ray.comm.reducers.choose import ReductionPlan
+from picotron_ray.comm.reducers.watched import Hash
 from picotron_ray.comm.wire_bytes import GRADIENTS, SENT, ring_share
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.definition import ModelDefinition
@@ -102,6 +103,23 @@ class Gradients:
         """Bytes that a step sums over replicas, and seconds that it waited for these sums."""
         costs = [cost for copies in self._replicated for cost in copies.costs]
         return sum(nbytes for nbytes, _ in costs), sum(seconds for _, seconds in costs)
+
+    def watch(self, digest: Hash | None, written: Callable[[str], None] = lambda place: None) -> None:
+        """Watch what replicas sum, or (None) no longer.
+
+        Args:
+            written: hears where a gradient was written into while it was summed, in words.
+        """
+        names = {parameter.parameter: parameter.spec.name for parameter in self._parameters}
+        first = 0
+        for copies in self._replicated:
+
+            def heard(number: int, parameters: list[Tensor], base: int = first) -> None:
+                for parameter in parameters:
+                    written(f"{names[parameter]} (bucket {base + number})")  # type: ignore[index]
+
+            copies.watch(digest, heard)
+            first += copies.counts[0]
 
     def commit(self) -> None:
         """Hear that the step's update is applied: what its sums left out is owed from now on."""

@@ -29,10 +29,12 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.errors import DivergedError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.link_probe import LinkProbe
 from picotron_ray.train.optim.lr_schedule import learning_rate
+from picotron_ray.train.replica_check import NoReplicaCheck
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_clock import NoClock
 from picotron_ray.train.step_memory import StepMemory
@@ -46,8 +48,8 @@ class HeartbeatPage(Protocol):
 
     computing_step: int
 
-    def phase(self, name: str) -> None:
-        """Say which phase of a step begins."""
+    def phase(self, name: str, limit_s: float | None = None) -> None:
+        """Say which phase of a step begins; ``limit_s``: how long it may take, instead of what is learned."""
 
     def put(self, **values: float) -> None:
         """Set values of the page."""
@@ -110,6 +112,8 @@ class Loop:
     """Hears of each phase of a step too."""
     tools: StepTools = field(default_factory=StepTools)
     """Looks on between steps, and may hold all ranks there."""
+    replicas: NoReplicaCheck = field(default_factory=NoReplicaCheck)
+    """Compares what ranks hold alike after a step."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -120,6 +124,7 @@ class Loop:
         Raises:
             RuntimeError: a peer is gone, or the process groups were aborted.
             NumericsError: losses, gradients or weights are such that the run must end.
+            DivergedError: ranks that hold the same differ, or have found out why they did.
         """
         self._last_snapshot = self.start_step
         measures = self.clock.measures_links
@@ -131,6 +136,7 @@ class Loop:
                 continue
             self.tools.begin(step)
             agreement = self.memory.step(step, partial(self._step, step))
+            self._compare(step, leaving=step == last or bool(agreement.flags & STOP))
             if step == last:
                 break
             if agreement.flags & STOP:
@@ -193,6 +199,18 @@ class Loop:
     def _enter(self, phase: str) -> None:
         self.page.phase(phase)
         self.clock.enter(phase)
+
+    def _compare(self, step: int, *, leaving: bool) -> None:
+        """Compare what ranks hold alike, where that is due; a state that is not sound reaches no slot."""
+        if not self.replicas.due(step, leaving=leaving):
+            return
+        self.page.phase("sync", self.job.elastic.first_step_timeout_s)
+        try:
+            self.replicas.check(step)
+        except DivergedError as error:
+            if not error.settled:
+                self.page.put(clean=-1)
+            raise
 
     def _pass_over(self, step: int) -> None:
         """Count a step whose samples are not fed, as all ranks do by themselves: the spec says which."""
@@ -272,7 +290,10 @@ class Loop:
         pinned = step % self.job.checkpoint.interval_steps == 0 or bool(agreement.flags & SNAPSHOT)
         chosen = self.job.snapshot.interval_steps
         interval = agreement.snapshot_interval if chosen == "auto" else chosen
-        if pinned or step - self._last_snapshot >= interval:
+        sound = self.replicas.agreed_step == step  # as all ranks have just found
+        if sound:
+            self.snapshots.keep(step)
+        if pinned or sound or step - self._last_snapshot >= interval:
             self._last_snapshot = step
             if pinned:
                 self.snapshots.wait_copied()

@@ -111,6 +111,7 @@ class Snapshotter:
         self._share = split_for_replica(self._whole, writer.index, writer.count)
         self._capacity = flush_bytes(self._whole, writer.index, writer.count)
         self._complete = protected
+        self._kept: SlotKey | None = None
         self._on_sealed, self._on_phase, self._extra, self._growth = on_sealed, on_phase, extra, growth
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending: Future[None] | None = None
@@ -150,7 +151,7 @@ class Snapshotter:
         return True
 
     def _choose(self) -> SlotFile | None:
-        return self._pool.choose(self._complete, (self._writer.term, self._writer.n))
+        return self._pool.choose(self._complete, (self._writer.term, self._writer.n), self._kept)
 
     def _part_of(self, step: int) -> SlotFile | None:
         """Slot with this rank's share of ``step`` alone, to be written anew with what a flush holds.
@@ -178,6 +179,10 @@ class Snapshotter:
         """Hear that every rank has sealed step ``sealed``: slots with older states may be overwritten."""
         if sealed >= 0:
             self._complete = max(self._complete, (self._writer.term, self._writer.n, sealed))
+
+    def keep(self, step: int) -> None:
+        """Keep the slot of a state that is known to be sound for as long as another one can be written."""
+        self._kept = (self._writer.term, self._writer.n, step)
 
     def flush(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
         """Seal what a flush holds at ``step``, in the calling thread; False if no slot came free.

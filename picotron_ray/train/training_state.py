@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from picotron_ray.checkpoint.torch_state import Encoded, StateTensor
+from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, Encoded, StateTensor
 from picotron_ray.layout.shards import Box, Shard, region, slabs
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.local_shards import LocalParameter
 from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.shard_boxes import replica_key
 from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from picotron_ray.train.precision.loss_scaler import Scaling
 
@@ -40,6 +41,7 @@ class TrainingState:
     ) -> None:
         self._definition, self._parameters, self._trained = definition, parameters, trained
         self._moments, self._scaling = moments, scaling
+        self._layout, self._rank = mesh.layout, mesh.rank
         self._first_group = mesh.layout.state_group(mesh.rank) == 0
 
     def weights(self) -> list[StateTensor]:
@@ -62,6 +64,29 @@ class TrainingState:
             shape = tuple(tensor.shape)
             shard = Shard("scaler/loss_scale", "float32", shape, Box((0,), shape))
             yield StateTensor(shard, tensor, self._first_group)
+
+    def replicated(self) -> list[tuple[str, StateTensor]]:
+        """List what several ranks may hold alike, each with its key: equal keys and names say equal boxes.
+
+        Error feedback is left out, as it differs between replicas, and what is not kept as a plain tensor on
+        the device of the weights: looking at it would cost more than the step.
+        """
+        found = [(self._key("weights", p), _shard(p.spec.name, p, p.local)) for p in self._parameters]
+        for moment, values in self._moments.items():
+            for p in self._trained if moment != ERROR_FEEDBACK else ():
+                value = values.get(p.spec.name)
+                if isinstance(value, Tensor) and value.device == p.local.device:
+                    found.append((self._key(moment, p), _shard(f"{moment}/{p.spec.name}", p, value)))
+        return found + [("scales", tensor) for tensor in self._scales()]
+
+    def replicated_gradients(self, values: Sequence[Tensor]) -> list[tuple[str, StateTensor]]:
+        """As `replicated`, of gradients that were summed."""
+        found = zip(self._trained, self.gradients(values), strict=True)
+        return [(self._key("gradients", p), gradient) for p, gradient in found]
+
+    def _key(self, what: str, parameter: LocalParameter) -> str:
+        key = replica_key(parameter.spec, self._layout, self._rank)
+        return f"{what}:{','.join(map(str, key))}"
 
     def gradients(self, values: Sequence[Tensor]) -> list[StateTensor]:
         """List gradients, one for each trained parameter."""

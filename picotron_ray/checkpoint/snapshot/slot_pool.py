@@ -115,7 +115,12 @@ class SlotPool:
     def _needed(slot: SlotFile, newest_complete: SlotKey) -> bool:
         return slot.key is not None and (slot.key >= newest_complete or slot.pinned)
 
-    def choose(self, newest_complete: SlotKey, generation: tuple[int, int] | None = None) -> SlotFile | None:
+    def choose(
+        self,
+        newest_complete: SlotKey,
+        generation: tuple[int, int] | None = None,
+        kept: SlotKey | None = None,
+    ) -> SlotFile | None:
         """Choose the slot to write next; None where all are still needed (skip that snapshot).
 
         Args:
@@ -124,6 +129,7 @@ class SlotPool:
                 or from nothing: ``(term, n, -1)`` of the new generation.
             generation: the present one. What earlier ones wrote after ``newest_complete`` is void: it went
                 back behind that, at a rewind by more than the slots hold.
+            kept: state whose slot is chosen only where there is no other one.
         """
         free = [slot for slot in self.slots if slot.key is None]
         if free:
@@ -137,7 +143,7 @@ class SlotPool:
             and not slot.pinned
             and (key < newest_complete or newest_complete < key < before)
         ]
-        return min(old, key=_age, default=None)
+        return min(old, key=lambda slot: (slot.key == kept, _age(slot)), default=None)
 
     def holding(self, key: SlotKey) -> SlotFile | None:
         """Return the slot that holds a part of this state and that nothing pins; None where there is none."""

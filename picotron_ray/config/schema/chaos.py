@@ -9,7 +9,17 @@ from pydantic import Field
 from picotron_ray.config.schema.base import Section
 
 FaultName = Literal[
-    "kill", "stop", "hang", "slow", "slow-data", "nan", "scale", "scale-gradients", "leak", "remove-node"
+    "kill",
+    "stop",
+    "hang",
+    "slow",
+    "slow-data",
+    "nan",
+    "scale",
+    "scale-gradients",
+    "leak",
+    "flip",
+    "remove-node",
 ]
 FaultTarget = Literal["worker", "node", "coordinator"]
 FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
@@ -22,6 +32,7 @@ FAULT_TARGETS: dict[FaultName, tuple[FaultTarget, ...]] = {
     "scale": ("worker",),
     "scale-gradients": ("worker",),
     "leak": ("worker",),
+    "flip": ("worker",),
     "remove-node": ("node",),
 }
 """Scripted faults and their possible targets; each is a class in ``runtime.chaos.faults``."""
@@ -50,7 +61,8 @@ class ChaosFault(Section):
         description="kill: SIGKILL; stop: SIGSTOP; hang: a thread that never returns; slow: a process that"
         " sleeps for every row that it computes, as long as it lives; slow-data: one whose data comes late;"
         " nan: one forward pass that is not a number; scale, scale-gradients: a process whose outputs, or"
-        " their gradients, are multiplied; leak: one that keeps memory; remove-node: the whole node"
+        " their gradients, are multiplied; leak: one that keeps memory; flip: one bit of a weight that turns"
+        " over; remove-node: the whole node"
     )
     target: str = Field(
         description="worker:<rank> of the running generation, node:<index>, or coordinator",

@@ -1,4 +1,4 @@
-"""Config of a run's means to be debugged: records that it keeps."""
+"""Config of a run's means to be debugged: records that it keeps, and checks of its own results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from picotron_ray.config.schema.base import Section
 
 
 class DebugConfig(Section):
-    """Figures that each rank keeps for `picotron-ray debug`.
+    """Records that each rank keeps for `picotron-ray debug`, and checks of a run's own results.
 
     Example::
 
         debug:
           record_operations: 2000
+          replica_check_steps: 100
     """
 
     record_operations: int = Field(
@@ -23,4 +24,11 @@ class DebugConfig(Section):
         description="newest collectives, and point-to-point messages, that each rank keeps with their sizes,"
         " types and states, for `picotron-ray debug NAME deadlock`; 0: none. TORCH_FR_BUFFER_SIZE in the"
         " environment of the nodes goes before it, for collectives",
+    )
+
+    replica_check_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps between comparisons of what several ranks hold alike (weights and moments, bit by"
+        " bit), which find silent corruption; best a divisor of checkpoint.interval_steps; 0: none",
     )

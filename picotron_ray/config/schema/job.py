@@ -86,6 +86,6 @@ class JobConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Prometheus endpoints")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="figures of steps")
     alerts: AlertsConfig = Field(default_factory=AlertsConfig, description="rules over telemetry")
-    debug: DebugConfig = Field(default_factory=DebugConfig, description="what is kept for debugging")
+    debug: DebugConfig = Field(default_factory=DebugConfig, description="records for debugging, and checks")
     trackers: tuple[TrackerConfig, ...] = Field(default=(), description="where the curves go")
     chaos: tuple[ChaosFault, ...] = Field(default=(), description="scripted faults")

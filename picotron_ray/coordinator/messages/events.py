@@ -10,6 +10,7 @@ from picotron_ray.coordinator.messages.values import (
     NO_ORDERS,
     BusyWorker,
     Commit,
+    Divergence,
     GenerationId,
     GenerationSpec,
     Judged,
@@ -167,6 +168,7 @@ class Outcome:
     first_step_at_s: float = 0.0  # since the epoch; 0: none finished. For the record, not for decisions
     bad_step: int = 0  # numerics: the step, 0 where it is none of a single step
     bad_reason: str = ""  # numerics: non-finite, spike
+    divergence: Divergence | None = None  # diverged: what members found, all alike
 
 
 @dataclass(frozen=True, slots=True)

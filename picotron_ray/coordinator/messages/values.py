@@ -226,6 +226,49 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldValues:
+    """Values that one rank held, where others held different ones."""
+
+    rank: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """Steps that the same members compute again, to find which of them held wrong values after ``step``.
+
+    Fields:
+        tensor, elements, bits: where they differed.
+        ranks: what each held there.
+    """
+
+    step: int
+    tensor: str
+    elements: tuple[int, ...]
+    ranks: tuple[HeldValues, ...]
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Replicas that differ, as their members have judged it, all alike.
+
+    Fields:
+        step: finished steps of the state that was looked at.
+        agreed_step: newest state of which all ranks held the same.
+        liars: ranks that held wrong values; empty: not known.
+        settled: the state of ``step`` is sound now: it was computed again, and all ranks agree.
+        replay: what to compare with what is computed again; None: nothing is left to try.
+    """
+
+    step: int
+    agreed_step: int
+    liars: tuple[int, ...] = ()
+    settled: bool = False
+    replay: StepReplay | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationSpec:
     """Everything a worker needs to take part: the member at index i of ``members`` is rank i.
 
@@ -246,6 +289,7 @@ class GenerationSpec:
     settings: Settings = ()  # config keys that it and its successors run with instead of the job's
     adapted: tuple[Adapted, ...] = ()  # newest changes of the run, oldest first
     replaced: Settings = ()  # what the job said for the keys of ``settings``
+    replay: StepReplay | None = None  # what it is to find out on the way
 
     @property
     def resume_step(self) -> int:
@@ -296,7 +340,12 @@ class Commit:
 
 
 OutcomeKind = Literal[
-    "finished", "interrupted", FailureKind.PEER_LOST, FailureKind.FAILED, FailureKind.NUMERICS
+    "finished",
+    "interrupted",
+    FailureKind.PEER_LOST,
+    FailureKind.FAILED,
+    FailureKind.NUMERICS,
+    FailureKind.DIVERGED,
 ]
 
 

@@ -9,7 +9,8 @@ concern   found                                            answered by
 failure   a process, node or slot is gone, stuck or        the ladder of ``failures``: retry, replace,
           damaged, or a step raised                        older state, fewer workers
 memory    a device or host ran out of memory               a layout that needs less
-numerics  a step's numbers are not finite, or a spike      left out, a rewind, or the end
+numerics  a step's numbers are not finite, or a spike;     left out, a rewind, or the end; a state from
+          replicas differ                                  before, the wrong one's node moved off
 order     an operator's stop, pause, resize, drain,       the same, at a step boundary; in a recovery it
           or the end of the launch's time                  is obeyed where that would launch
 speed     a drain, room to grow, a plan that came late     another layout, at a step boundary
@@ -50,7 +51,7 @@ def concern_of(kind: FailureKind, cause: str = "") -> Concern:
     Args:
         cause: the reporter's own word for it; ``oom`` is that of memory.
     """
-    if kind is FailureKind.NUMERICS:
+    if kind in (FailureKind.NUMERICS, FailureKind.DIVERGED):
         return Concern.NUMERICS
     return Concern.MEMORY if cause.startswith("oom") else Concern.FAILURE
 

@@ -11,7 +11,8 @@ Gradients are summed and never averaged, because the loss is divided once by the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.reducers.choose import ReductionPlan, make_reducer
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.reducer import Reducer, Reduction
+from picotron_ray.comm.reducers.watched import Hash, SumWatch
 
 DEFAULT = ReductionPlan()
 
@@ -50,6 +52,7 @@ class GradientBucket:
         self._step = 0
         self._work: Reduction | None = None
         self._exposed = ExposedTime(first.device)
+        self.watch: SumWatch | None = None
         self.waiting: set[Tensor] = set()
 
     @property
@@ -119,7 +122,9 @@ class GradientBucket:
         if self._work is None:
             PENDING.issue()
             with self._exposed.waiting():
-                self._work = self._reducer.start(self._flat, self._shapes, self._feedback, self._step)
+                given = self._flat, self._shapes, self._feedback, self._step
+                watch, reducer = self.watch, self._reducer
+                self._work = reducer.start(*given) if watch is None else watch.start(reducer, *given)
 
     def wait(self) -> None:
         """Wait for the sum."""
@@ -181,6 +186,20 @@ class ReplicatedGradients:
         """Measure what sums cost the step, or not; as it begins, they are."""
         for bucket in self._buckets:
             bucket.time(on)
+
+    def watch(self, digest: Hash | None, written: Callable[[int, list[Tensor]], None]) -> None:
+        """Have every sum watched from the next one on; ``digest`` None: none any more.
+
+        Args:
+            written: hears the number of a bucket, and parameters whose gradients were written while it was
+                summed.
+        """
+
+        def heard(number: int, bucket: GradientBucket, places: Sequence[int]) -> None:
+            written(number, [bucket.parameters[place] for place in places])
+
+        for number, bucket in enumerate(self._buckets):
+            bucket.watch = None if digest is None else SumWatch(digest, partial(heard, number, bucket))
 
     @property
     def costs(self) -> list[tuple[int, float]]:

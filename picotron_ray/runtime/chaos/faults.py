@@ -154,6 +154,17 @@ class Leak(LastingFault, name="leak"):
             Disturbance.kept.clear()
 
 
+class Flip(ProcessFault, name="flip"):
+    """Bad memory: a bit of the process's first weight turns over during its next forward pass."""
+
+    targets = ("worker",)
+
+    def strike(self) -> None:
+        from picotron_ray.train.disturbance import Disturbance
+
+        Disturbance.flip = True
+
+
 class RemoveNode(NodeFault, name="remove-node"):
     """Loss of a machine: its workers, its snapshots, its agent and Ray's own process on it."""
 

@@ -12,7 +12,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
 from picotron_ray.debug.rank_record import RankRecord, read_rank
 from picotron_ray.errors import ConfigError, NotFoundError
-from picotron_ray.runtime.driver import control, follow_run, stored_run
+from picotron_ray.runtime.driver import control, find_stored, follow_run
 from picotron_ray.runtime.node_agent.evidence import STOPPED
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 
@@ -123,7 +123,7 @@ def _kept(run: str, coordinator: Any, name: str) -> dict[str, Any]:
     import ray
 
     job = JobConfig.model_validate(ray.get(coordinator.config.remote(), timeout=ANSWER_S))
-    storage = stored_run.storage_of(job)
+    storage = find_stored.storage_of(job)
     deadline = time.monotonic() + PLACES_S
     while True:
         try:

@@ -38,8 +38,9 @@ from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
 from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.growth_phase import growth_phase
-from picotron_ray.runtime.worker.outcomes import judge
+from picotron_ray.runtime.worker.outcomes import facts_of, judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
+from picotron_ray.runtime.worker.replicas import check_of
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.slot_restore import SlotRestore
 from picotron_ray.runtime.worker.step_telemetry import generation_clock
@@ -116,13 +117,13 @@ class GenerationRun:
 
     def run(self) -> Outcome:
         """Take part until the end of training, an interrupt or a fault; never raises."""
-        bad: tuple[int, str] = (0, "")
+        facts: dict[str, Any] = {}
         try:
             with compile_phase(self._resources.page, self._job):
                 kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
-            bad = (error.bad_step, error.reason) if isinstance(error, NumericsError) else bad
+            facts = facts_of(error)
             if kind is FailureKind.FAILED:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
@@ -138,7 +139,7 @@ class GenerationRun:
         if first_step_at_s:
             self._resources.stepped = frozenset(member.worker for member in self.spec.members)
         self.outcome = Outcome(
-            self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s, *bad
+            self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s, **facts
         )
         self.done.set()
         return self.outcome
@@ -197,6 +198,7 @@ class GenerationRun:
             memory=self._memory,
             clock=clock,
             tools=resources.tools.join(self.rank, self._requests, self._engine),
+            replicas=check_of(self._job, spec, self.rank, self._engine, resources.device),
         )
         resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from picotron_ray.coordinator.codec import decode_divergence
 from picotron_ray.coordinator.messages import OutcomeKind, Source
-from picotron_ray.errors import CorruptError, NumericsError, SlotUnreachableError
+from picotron_ray.errors import CorruptError, DivergedError, NumericsError, SlotUnreachableError
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.worker.memory_limit import out_of_memory
 
@@ -26,6 +28,8 @@ def judge(
         return FailureKind.FAILED, f"unreachable:{error.where}"
     if isinstance(error, NumericsError):
         return FailureKind.NUMERICS, str(error)
+    if isinstance(error, DivergedError):
+        return FailureKind.DIVERGED, str(error)
     if interrupted:
         return "interrupted", ""
     if out_of_memory(error):
@@ -33,3 +37,12 @@ def judge(
     if lost_peer(error):
         return FailureKind.PEER_LOST, str(error)[:200]
     return FailureKind.FAILED, f"error: {type(error).__name__}: {error}"
+
+
+def facts_of(error: Exception) -> dict[str, Any]:
+    """Return what an outcome says of an error besides its words, by the outcome's fields."""
+    if isinstance(error, NumericsError):
+        return {"bad_step": error.bad_step, "bad_reason": error.reason}
+    if isinstance(error, DivergedError):
+        return {"divergence": decode_divergence(error.found)}
+    return {}

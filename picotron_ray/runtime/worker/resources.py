@@ -50,7 +50,7 @@ class WorkerResources:
     def __post_init__(self) -> None:
         telemetry = None if self.telemetry is None else self.folder / f"{self.worker}{SUFFIX}"
         folder = self.ledger or self.folder
-        self.tools = WorkerTools(self.job, self.page, self.worker, folder, self.device, telemetry)
+        self.tools = WorkerTools(self.job, self.page, self.worker, folder, self.device, telemetry, self.data)
 
     def limit_memory(self) -> None:
         """Hold the process to ``cluster.worker_memory_bytes`` from now on, where it is not yet."""

@@ -78,7 +78,8 @@ class Slots:
     def fill(self) -> None:
         self.missing -= 1
 
-    def choose(self, newest: tuple[int, int, int], generation: tuple[int, int]) -> Slot | None:
+    def choose(self, newest: tuple[int, int, int], generation: tuple[int, int], kept: Any) -> Slot | None:
+        self.kept = kept
         assert generation == FIRST_KEY[:2]
         self.asked.append(newest)
         self.busy -= 1

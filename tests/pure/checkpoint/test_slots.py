@@ -459,3 +459,16 @@ def test_box_subtraction_against_counting() -> None:
         for box in rest:
             assert not mask[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))].any()
     assert subtract(whole((3,)), Box((5,), (1,))) == [whole((3,))]
+
+
+def test_a_state_that_is_known_to_be_sound_is_overwritten_last(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "w", 3, 1 << 16)
+    for slot, step in zip(pool.slots, (4, 5, 6), strict=True):
+        slot.write(replace(HEADER, step=step), (), [])
+    key = (HEADER.term, HEADER.n, 6)
+    oldest, next_one = pool.slots[0], pool.slots[1]
+    assert pool.choose(key) is oldest
+    assert pool.choose(key, kept=(HEADER.term, HEADER.n, 4)) is next_one
+    next_one.set_pinned(True)
+    assert pool.choose(key, kept=(HEADER.term, HEADER.n, 4)) is oldest, "rather than none at all"
+    pool.close()

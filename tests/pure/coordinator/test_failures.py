@@ -7,7 +7,16 @@ import pytest
 from picotron_ray.coordinator.codec import decode
 from picotron_ray.failures import FAILURE_RULES, REPORTED, FailureKind, explains
 
-LABELS = ("peer-lost", "failed", "numerics", "worker-exited", "out-of-memory", "hang", "node-lost")
+LABELS = (
+    "peer-lost",
+    "failed",
+    "numerics",
+    "diverged",
+    "worker-exited",
+    "out-of-memory",
+    "hang",
+    "node-lost",
+)
 
 
 def test_every_kind_has_a_rule_and_is_reported_under_a_known_label() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import breakpoints, control, profile_run
+from picotron_ray.runtime.driver import breakpoints, comparisons, control, profile_run
 from tests.support.runs.ray_runs import Watched, start, tiny_job
 
 pytestmark = [pytest.mark.usefixtures("connected"), pytest.mark.timeout(400), pytest.mark.deep]
@@ -61,6 +61,18 @@ def test_a_live_run_is_profiled_and_held(live: Watched, tmp_path: Path) -> None:
     breakpoints.change("tools", one["number"], "rm")
     assert breakpoints.go_on("tools") == seen["held_step"]
     live.until(lambda status: status["step"] > seen["held_step"] + 5)
+    assert not live.status["failures"]
+
+
+def test_a_live_run_is_compared_and_raced_and_goes_on(live: Watched) -> None:
+    found = comparisons.inconsistency("tools", print)
+    assert (found["first"], found["ranks"], found["left_out"]) == (None, 2, 0)
+    assert min(found["compared"].values()) > 5
+    raced = comparisons.race("tools", print)
+    assert (raced["races"], raced["notes"]) == ([], [])
+    assert raced["compared"] > 20
+    print("\n".join(comparisons.inconsistency_lines(found) + comparisons.race_lines(raced)))
+    live.until(lambda status: status["step"] > raced["step"] + 20)
     assert not live.status["failures"]
 
 

@@ -12,19 +12,32 @@ from typing import Any
 import torch
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.dataset import DataSplits
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.worker.tools.comparisons import InconsistencyProbe, RaceProbe
 from picotron_ray.runtime.worker.tools.profiler import OnPhase, Profile
 from picotron_ray.runtime.worker.tools.step_times import StepSeconds
 from picotron_ray.runtime.worker.tools.traces import MemoryRecording, PythonTrace
 from picotron_ray.runtime.worker.tools.window import Recording
+from picotron_ray.train.engine import Engine
 
+COMPARISONS = {"inconsistency": InconsistencyProbe, "race": RaceProbe}
 Listen = Callable[[str, OnPhase | None], None]
 
 
 def recording_of(
-    order: Mapping[str, Any], job: JobConfig, device: torch.device, listen: Listen, telemetry: Path | None
+    order: Mapping[str, Any],
+    job: JobConfig,
+    device: torch.device,
+    listen: Listen,
+    telemetry: Path | None,
+    engine: Engine,
+    data: DataSplits | None,
 ) -> Recording:
     """Return what records as an order asks.
+
+    Args:
+        data: of the run, whose held-out rows some look at; None: it has none.
 
     Raises:
         ConfigError: it asks for what this version does not know.
@@ -37,6 +50,8 @@ def recording_of(
         return StepSeconds()
     if kind == "memory":
         return MemoryRecording(partial(memory_bytes, device), hear)
+    if kind in COMPARISONS and data is not None:
+        return COMPARISONS[kind](job, engine, data)
     if kind in ("call", "line"):
         return PythonTrace(lines=kind == "line", model_file=_model_file(job))
     raise ConfigError(f"trace: saw {kind!r}, expected call, line or memory")

@@ -2,7 +2,7 @@
 
 All ranks that record begin after the same step. The last recorded step ends with all ranks held at its
 boundary, so that saving a recording, which takes seconds, is no hang. Whatever fails here ends the recording
-and not the run.
+and not the run, but where ranks communicate in it (``together``): there the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ class WindowedTool:
         self._told: Mapping[str, Any] = {}
 
     @property
+    def _together(self) -> bool:
+        """Whether ranks communicate in the recording: then others wait for one that fails."""
+        return bool(getattr(self._recording, "together", False))
+
+    @property
     def stale(self) -> bool:
         """Whether it was armed long ago and nobody began it."""
         return self.state == "armed" and time.monotonic() - self._armed_s > ARMED_S
@@ -118,8 +123,10 @@ class WindowedTool:
             if self._taken > window.wait + window.warmup:
                 self.steps.append(step)
                 self._recording.begin(step)
-        except Exception as error:  # noqa: BLE001 (it is told by its state)
+        except Exception as error:
             self._fail(error)
+            if self._together:
+                raise
 
     def end(self, step: int) -> None:
         """Hear that a step has ended; after the last one nothing is recorded any more."""
@@ -130,8 +137,10 @@ class WindowedTool:
             if self.last:
                 self._recording.stop()
                 self.state = "stopped"
-        except Exception as error:  # noqa: BLE001 (it is told by its state)
+        except Exception as error:
             self._fail(error)
+            if self._together:
+                raise
 
     def save(self) -> None:
         """Begin to write what was recorded, beside training, which is held."""

@@ -26,6 +26,7 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
+from picotron_ray.data.dataset import DataSplits
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.tool_names import SUFFIX
@@ -68,6 +69,7 @@ class WorkerTools(StepTools):
     Args:
         folder: for recordings, on disk.
         telemetry: path of the telemetry page; None: there is none.
+        data: of the run; None: nobody is to look at rows.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class WorkerTools(StepTools):
         folder: Path,
         device: torch.device,
         telemetry: Path | None,
+        data: DataSplits | None = None,
     ) -> None:
         self._job, self._page, self._device, self._telemetry = job, page, device, telemetry
+        self._data = data
         self._path = folder / f"{worker}{SUFFIX}"
         self._lock = threading.Lock()
         self._place: ToolPlace | None = None
@@ -204,7 +208,7 @@ class WorkerTools(StepTools):
     ) -> dict[str, Any]:
         if what == "arm":
             with self._lock:
-                return self._arm(order)
+                return self._arm(order, place.engine)
         if what in ("state", "drop", "go"):
             return self._of_tool(what, order["key"], place)
         if what == "break":
@@ -224,14 +228,15 @@ class WorkerTools(StepTools):
     def _hit(breaks: Breaks) -> dict[str, Any] | None:
         return None if breaks.hit is None else {k: v for k, v in breaks.hit.items() if k != "locals"}
 
-    def _arm(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _arm(self, order: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
         tool = self._tool
         if tool is not None and (tool.live or (tool.state == "armed" and not tool.stale)):
             raise ConfigError(
                 "another recording is under way; one at a time: wait for its end, and ask again"
             )
         window = RecordedSteps(order["wait"], order["warmup"], order["active"])
-        recording = recording_of(order, self._job, self._device, self._listen, self._telemetry)
+        tells = self._listen, self._telemetry
+        recording = recording_of(order, self._job, self._device, *tells, engine, self._data)
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         try:

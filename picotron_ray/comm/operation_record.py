@@ -156,11 +156,12 @@ def _no_socket(info: SocketInfo) -> bool:
 
 
 def _noted(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def call(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+    def call(group: Any, tensors: list[Tensor], *peer_and_tag: int, **named: int) -> Any:
+        peer, tag = (*peer_and_tag, *named.values())
         note = OPERATIONS.note(kind, group, tensors, peer, tag)
         work = None
         try:
-            work = plain(group, tensors, peer, tag)
+            work = plain(group, tensors, *peer_and_tag, **named)
         finally:
             note.follow(work)
         return work

@@ -20,7 +20,7 @@ def deadlock(run: Run, kept: Kept = False, as_json: AsJson = False) -> None:
 
     Where the run recovers from a hang, what that has kept is judged.
 
-    Example: picotron-ray debug quickstart deadlock
+    Example: picotron-ray debug deadlock quickstart
     """
     _judge(run, "deadlock", kept, as_json)
 
@@ -28,7 +28,7 @@ def deadlock(run: Run, kept: Kept = False, as_json: AsJson = False) -> None:
 def comm(run: Run, kept: Kept = False, as_json: AsJson = False) -> None:
     """Say which operation ranks called differently first, and which link carries nothing any more.
 
-    Example: picotron-ray debug quickstart comm
+    Example: picotron-ray debug comm quickstart
     """
     _judge(run, "comm", kept, as_json)
 

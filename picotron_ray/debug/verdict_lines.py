@@ -35,7 +35,7 @@ def _findings(found: Mapping[str, Any], question: Question) -> Iterator[str]:
         counted = sum(group["operations"] for group in found["groups"])
         yield (
             f"nothing wrong: {len(ranks)} ranks in step {max((one['step'] for one in ranks), default=0)},"
-            f" {counted} operations of {len(found['groups'])} {groups} match, and none has waited for"
+            f" {counted} collectives of {len(found['groups'])} {groups} match, and none has waited for"
             f" {found['least_s']:.1f} s"
         )
 

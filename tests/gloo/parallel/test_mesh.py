@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ class Groups:
         self.made: list[list[int]] = []
         self.registered: list[tuple[str, str]] = []
         self.meshes: list[tuple[Any, ...]] = []
+        self.served: list[tuple[str, str]] = []
+        noted = SimpleNamespace(serves=lambda group, axis: self.served.append((axis, group)))
+        monkeypatch.setattr(module, "OPERATIONS", noted)
         monkeypatch.setattr(module.dist, "new_group", self._new)
         monkeypatch.setattr(type(module.dist.group), "WORLD", "world")
         monkeypatch.setattr(module, "_register", lambda name, group: self.registered.append((name, group)))
@@ -98,6 +102,7 @@ def test_the_groups_of_a_rank_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [group_name(axis, found) for axis, found in ranks.items()]
     assert names[:2] == ["picotron-pp-11-27", "picotron-data-17-19-21-23-25-27-29-31"]
     assert groups.registered == list(zip(names, (f"of {found}" for found in ranks.values()), strict=True))
+    assert groups.served == [(axis, f"of {found}") for axis, found in ranks.items()]
     assert mesh.names == names
     assert mesh.inside == {axis: f"of {ranks[axis]}" for axis in ("cp", "ep", "edp", "shard", "copy")}
     whole, shards, experts = groups.meshes

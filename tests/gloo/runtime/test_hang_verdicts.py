@@ -41,10 +41,13 @@ def test_another_kind_of_collective_is_named_with_rank_and_place(pool: Pool) -> 
 
 
 def test_another_order_is_named(pool: Pool) -> None:
-    first = judged(pool.run(3, stand_still, "other_order", True)).findings[0]
+    found = judged(pool.run(3, stand_still, "other_order", True))
+    first = found.findings[0]
     assert (first.kind, first.ranks, first.details["what"]) == ("mismatch", (2,), "order")
     assert "rank 2 calls operations 7 and 8 the other way round" in first.text
-    assert line_of("order") in first.text
+    assert "rank 2 on node node1 called all_gather of 6 float32 at" in first.text
+    assert "in <lambda>" in first.text, "where it was called"
+    assert {record.place.partition(" ")[0] for record in found.ranks} == {line_of("order").strip()}
 
 
 def test_messages_that_cross_are_a_deadlock(pool: Pool) -> None:

@@ -354,7 +354,7 @@ def test_nothing_wrong_is_said() -> None:
     found = told.verdict()
     assert kinds(found) == []
     line = verdict_lines(found.plain(), "comm")[0]
-    assert line.startswith("nothing wrong: 2 ranks in step 4, 2 operations of 1 group match")
+    assert line.startswith("nothing wrong: 2 ranks in step 4, 2 collectives of 1 group match")
 
 
 def test_operations_of_earlier_generations_and_unknown_groups_are_left_out() -> None:

@@ -150,12 +150,14 @@ def other_kind(rank: int, witness: Witness) -> None:
 
 
 def other_order(rank: int, witness: Witness) -> None:
-    small, large = torch.ones(4), torch.ones(6)
-    order = (large, small) if rank == 2 else (small, large)
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in order]  # planted: order
+    gathered = [torch.empty(6) for _ in range(3)]
+    calls = [
+        lambda: dist.all_reduce(torch.ones(4), async_op=True),
+        lambda: dist.all_gather(gathered, torch.ones(6), async_op=True),
+    ]
+    works = [call() for call in (calls[::-1] if rank == 2 else calls)]
     for work in works:
-        work.wait()
-    dist.recv(torch.empty(1), (rank + 1) % 3)  # sizes differ, and gloo may end such a sum all the same
+        work.wait()  # planted: order
 
 
 def crossed_messages(rank: int, witness: Witness) -> None:

@@ -121,7 +121,7 @@ def test_sound_replicas_are_found_to_agree(pool: Pool, layout: Layout, model: An
         ("muon", {}),
         ("sgd", {}),
         ("adamw", {"precision": "fp16"}),
-        ("adamw", {"comm": CommConfig(gradients="int8")}),
+        ("adamw", {"precision": "fp32", "comm": CommConfig(gradients="int8")}),
     ],
 )
 def test_other_optimizers_precisions_and_compressed_sums_raise_no_alarm(

@@ -180,7 +180,8 @@ def _decide(memory: MachineMemory) -> None:
         rewinds = (*rewinds, rewind)
     elif memory.distrust_slots:
         point, why = newest_state(memory)
-    if memory.stop_requested or point.step >= memory.job.steps:
+    # commits that are in doubt are void only once a generation goes on from before them
+    if (memory.stop_requested and sound is None) or point.step >= memory.job.steps:
         _finalise(memory, point, "finished" if point.step >= memory.job.steps else "stopped")
         return
     settle_change(memory)

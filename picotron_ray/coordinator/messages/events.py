@@ -166,7 +166,7 @@ class Outcome:
     # failed: "corrupt:<slot file or manifest key>", "oom", "error: ..."; numerics: the samples and why
     detail: str = ""
     first_step_at_s: float = 0.0  # since the epoch; 0: none finished. For the record, not for decisions
-    bad_step: int = 0  # numerics: the step, 0 where it is none of a single step
+    bad_step: int = 0  # numerics, diverged: the step, 0 where it is none of a single step
     bad_reason: str = ""  # numerics: non-finite, spike
     divergence: Divergence | None = None  # diverged: what members found, all alike
 

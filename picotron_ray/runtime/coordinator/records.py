@@ -43,6 +43,8 @@ def sign_of(event: m.Event) -> tuple[FailureKind, str] | None:
     if isinstance(event, m.NodeLost):
         return FailureKind.NODE_LOST, event.node
     if isinstance(event, m.Outcome) and isinstance(event.kind, FailureKind):
+        if event.divergence is not None and event.divergence.settled:
+            return None  # of a failure that has been counted
         oom = event.kind is FailureKind.FAILED and event.detail.startswith(OOM)
         return FailureKind.OUT_OF_MEMORY if oom else event.kind, event.worker
     return None

@@ -275,7 +275,7 @@ class RunRecord:
         if (sign := sign_of(event)) is not None and not self._lived.ends_for_a_rest(event):
             self._failed(*sign, record, at_s)
             bad = event.bad_step if isinstance(event, m.Outcome) and self._open else 0
-            if bad and self._open[-1].kind is FailureKind.NUMERICS:
+            if bad and self._open[-1].kind in (FailureKind.NUMERICS, FailureKind.DIVERGED):
                 self._open[-1].target = f"step {bad}"
 
     def _judged(self, data: dict[str, Any], at_s: float) -> None:

@@ -44,5 +44,6 @@ def facts_of(error: Exception) -> dict[str, Any]:
     if isinstance(error, NumericsError):
         return {"bad_step": error.bad_step, "bad_reason": error.reason}
     if isinstance(error, DivergedError):
-        return {"divergence": decode_divergence(error.found)}
+        found = decode_divergence(error.found)
+        return {"divergence": found, "bad_step": found.step}
     return {}

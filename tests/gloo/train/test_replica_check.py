@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
 from picotron_ray.parallel.shard_boxes import local_box, replica_key
@@ -111,6 +112,24 @@ def test_sound_replicas_are_found_to_agree(pool: Pool, layout: Layout, model: An
     for said in run(pool, layout, {}, model=model):
         assert said["found"] is None, said["text"]
         assert f"replica check every 3 steps: {shared}" in said["applied"][0] or not shared
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("muon", {}),
+        ("sgd", {}),
+        ("adamw", {"precision": "fp16"}),
+        ("adamw", {"precision": "fp32", "comm": CommConfig(gradients="int8")}),
+    ],
+)
+def test_other_optimizers_precisions_and_compressed_sums_raise_no_alarm(
+    pool: Pool, optimizer: str, options: dict[str, Any]
+) -> None:
+    job = make_job(optimizer, 8, **options)
+    for said in pool.run(2, trained, job, Layout(dp=2), STEPS, EVERY, {}, None):
+        assert said["found"] is None, said["text"]
 
 
 def test_of_three_replicas_the_minority_is_named(pool: Pool) -> None:

@@ -55,7 +55,8 @@ def test_every_message_is_known_to_the_codec() -> None:
     values = {
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
         "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind", "StateId", "StateCopy",
-        "RunFigures", "Adapted", "Judged", "NodeDrain", "StandingOrders",
+        "RunFigures", "Adapted", "Judged", "NodeDrain", "StandingOrders", "Divergence",
+        "HeldValues", "StepReplay",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 

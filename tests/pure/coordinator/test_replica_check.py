@@ -78,6 +78,19 @@ def test_a_commit_after_the_last_agreement_is_not_used_and_void_afterwards() -> 
     assert world.machine.view.committed == 30
 
 
+def test_a_run_that_is_to_stop_begins_a_generation_first_which_voids_what_is_in_doubt() -> None:
+    world = training()
+    world.send(m.UserRequest("stop"))
+    assert world.state is MachineState.LEAVING
+    after = world.run(world.answer(differ(world, NAMED), slots(world, 40, 49)))
+    assert after.resume_step == 40
+    begun = world.send(m.Heartbeat("a", after.id, {each.worker: 41 for each in after.members}))
+    assert {command.mode for command in of([*world.log, *begun], m.Interrupt)} >= {"boundary"}
+    left = world.send(*outcomes(after, "interrupted", 41))
+    world.answer(left, snapshot(after, 41))
+    assert world.state is MachineState.FINALISING
+
+
 def test_without_any_older_state_it_begins_anew() -> None:
     world = training()
     after = world.run(world.answer(differ(world, NAMED), slots(world, 46, 49)))

@@ -158,6 +158,17 @@ def test_a_recording_that_fails_says_why_and_hurts_nothing(tmp_path: Path, fails
     assert (tool.state, tool.plain()["text"]) == ("failed", f"no {fails}")
 
 
+@pytest.mark.parametrize("fails", ["begin 2", "end 2"])
+def test_where_ranks_communicate_a_failure_is_not_swallowed(tmp_path: Path, fails: str) -> None:
+    recorded = Recorded(fails)
+    recorded.together = True  # type: ignore[attr-defined]
+    tool = WindowedTool("k", RecordedSteps(0, 0, 2), recorded, tmp_path / "trace", 100)
+    tool.go()
+    with pytest.raises(OSError, match=f"no {fails}"):
+        taken(tool, range(1, 4))
+    assert (tool.state, recorded.calls[-1]) == ("failed", "stop")
+
+
 def test_what_nobody_begins_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = WindowedTool("k", RecordedSteps(0, 0, 2), Recorded(), tmp_path / "trace", 100)
     assert not tool.stale

@@ -72,7 +72,8 @@ def test_a_flipped_bit_is_found_its_rank_named_and_its_node_left(two_nodes: Any,
     assert len(watched.status["members"]) == 1
     watched.coordinator.request.remote("stop")
     summary = watched.finish()
-    assert (summary["status"], [f["kind"] for f in summary["failures"][:1]]) == ("stopped", ["diverged"])
+    told = [(failure["kind"], failure["target"]) for failure in summary["failures"]]
+    assert (summary["status"], told) == ("stopped", [("diverged", "step 15")])
     assert [len(g["members"]) for g in summary["generations"]][:3] == [2, 2, 1]
     short = job.model_copy(update={"steps": 60})
     assert losses(job)[:60] == pytest.approx(in_one_process(short), rel=1e-9)

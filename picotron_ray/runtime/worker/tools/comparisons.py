@@ -36,9 +36,15 @@ class StepComparison:
     together = True
 
     def __init__(self, job: JobConfig, engine: Engine, data: DataSplits) -> None:
-        self._engine, self._data = engine, data
+        self._held: Engine | None = engine
+        self._data = data
         self._compiled = job.kernels.compile
         self._found: dict[str, Any] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._held is not None, "asked before it is stopped"
+        return self._held
 
     def prepare(self) -> None:
         """Nothing is to be prepared."""
@@ -54,7 +60,8 @@ class StepComparison:
         """Hear that the step has ended."""
 
     def stop(self) -> None:
-        """Nothing goes on."""
+        """Let go of the engine, which its generation throws away."""
+        self._held = None
 
     def save(self, path: Path, limit_bytes: int) -> Mapping[str, Any]:
         """Write what was found."""
@@ -148,7 +155,9 @@ class RaceProbe(StepComparison):
 
     def stop(self) -> None:
         """Watch no longer."""
-        self._engine.watch_sums(None)
+        if self._held is not None:
+            self._held.watch_sums(None)
+        super().stop()
 
 
 def _of_state(parts: list[tuple[str, StateTensor]]) -> list[tuple[str, str, int]]:

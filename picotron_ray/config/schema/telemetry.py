@@ -61,4 +61,4 @@ class TelemetryConfig(Section):
         description="peak of one worker's device that MFU refers to, such as the fastest product of"
         " `picotron-ray probe`; null: its data sheet's, where that is known, else there is no MFU",
     )
-    otel: OtelConfig = OtelConfig()
+    otel: OtelConfig = Field(default_factory=OtelConfig, description="spans for OpenTelemetry")

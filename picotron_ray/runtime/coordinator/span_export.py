@@ -107,7 +107,7 @@ class SpanExport:
 
     def finish(self, status: str) -> None:
         """End the run's span and send what waits; gives up after `END_S`."""
-        self._ask()
+        self._ask(ending=True)
         told = self._record.status(NO_EVENT, 1)
         failed = status not in ("finished", "stopped")
         about = {"run": told["run"], "status": status, "step": told["step"]}
@@ -131,12 +131,17 @@ class SpanExport:
                 return
             self._wake.wait(INTERVAL_S)
 
-    def _ask(self) -> None:
-        """Look for recoveries that are over, and for a step to sample."""
+    def _ask(self, ending: bool = False) -> None:
+        """Look for recoveries that are over, and for a step to sample.
+
+        Args:
+            ending: nothing more will be counted for a recovery.
+        """
         told = self._record.status(NO_EVENT, 1)
         for number, failure in enumerate(told["failures"]):
             over_s = told["began_s"] + failure["detected_s"] + (failure["recovered_s"] or 0.0) + SETTLED_S
-            if number in self._told or failure["recovered_s"] is None or over_s > time.time():
+            open_ = failure["recovered_s"] is None or (over_s > time.time() and not ending)
+            if number in self._told or open_:
                 continue
             self._told.add(number)
             if over_s > self._since_s:  # what an earlier coordinator told is not told again

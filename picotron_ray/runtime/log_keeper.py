@@ -25,6 +25,7 @@ from picotron_ray.runtime.ray_cluster.log_folders import learn, remove_old, sign
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
+CLOSE_S = 2.0
 OFFSETS = "offsets.json"
 Places = Callable[[], Mapping[int, Place]]
 """Tells where in training the processes of a node are, by pid."""
@@ -71,22 +72,31 @@ class LogKeeper:
         """Read what is there, and end."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=CLOSE_S)
+            if self._thread.is_alive():
+                return  # the disk does not answer: nobody waits for its lines
         self.look()
 
     def _keep(self) -> None:
         while not self._closing.wait(POLL_S):
             self.look()
 
-    def look(self) -> None:
-        """Read what is new; never raises."""
-        with self._looking:
-            try:
-                self._look(time.monotonic())
-            except Exception:  # whatever it is: the process that this thread lives in matters more
-                self._errors += 1
-                if self._errors & (self._errors - 1) == 0:
-                    log.exception("log lines were not read, %d times by now", self._errors)
+    def look(self, wait_s: float = -1.0) -> None:
+        """Read what is new; never raises.
+
+        Args:
+            wait_s: longest wait for a look that is under way, after which there is none; -1: any.
+        """
+        if not self._looking.acquire(timeout=wait_s):
+            return
+        try:
+            self._look(time.monotonic())
+        except Exception:  # whatever it is: the process that this thread lives in matters more
+            self._errors += 1
+            if self._errors & (self._errors - 1) == 0:
+                log.exception("log lines were not read, %d times by now", self._errors)
+        finally:
+            self._looking.release()
 
     def _look(self, now_s: float) -> None:
         if now_s >= self._sign_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 
 from picotron_ray.checkpoint.storage.open import open_storage
@@ -14,6 +15,9 @@ from picotron_ray.runtime.log_keeper import LogKeeper
 from picotron_ray.runtime.log_shipping import LogShipping, node_key
 from picotron_ray.runtime.log_sources import note_source
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR, log_folder
+
+MOST_READERS = 2
+WAIT_S = 2.0
 
 
 class NodeLogs:
@@ -42,13 +46,23 @@ class NodeLogs:
             lambda: self.store.lines,
         )
         self.learn = self._keeper.learn
+        self._readers = threading.BoundedSemaphore(MOST_READERS)
         self._keeper.begin()
         self.shipping.begin()
 
     def read(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
-        """Answer a query; what was written until now is there."""
-        self._keeper.look()
-        return read_page(self._folder, query, cursor, most_bytes)
+        """Answer a query; what was written until now is there.
+
+        Where the disk does not answer, few calls wait for it, and others are told nothing new: the process
+        has but so many threads to answer with.
+        """
+        if not self._readers.acquire(timeout=WAIT_S):
+            return LogPage((), cursor, False)
+        try:
+            self._keeper.look(WAIT_S)
+            return read_page(self._folder, query, cursor, most_bytes)
+        finally:
+            self._readers.release()
 
     def close(self) -> None:
         """Keep and send what was written until now, and end."""

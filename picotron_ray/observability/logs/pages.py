@@ -65,7 +65,8 @@ def read_page(
         if written_s(path) < oldest_s:
             continue  # all of its lines are older
         at = replace(at, file=number, offset=offset)
-        for line, end in _lines(path, offset, scan_bytes - scanned):
+        lines, cut = _lines(path, offset, scan_bytes - scanned)
+        for line, end in lines:
             scanned += len(line)
             entry = _wanted(line, query, at.seq)
             at = Cursor(max(at.seq, entry["seq"]) if entry else at.seq, number, end)
@@ -75,6 +76,7 @@ def read_page(
             if taken >= most_bytes or scanned >= scan_bytes:
                 more = True
                 break
+        more = more or cut  # what is left of this file comes before the next one
         if more:
             break
     matching = query.matching(entries)
@@ -94,19 +96,22 @@ def _files_from(folder: Path, cursor: Cursor) -> Iterator[tuple[int, int, Path]]
             yield number, cursor.offset if number == cursor.file else 0, path
 
 
-def _lines(path: Path, offset: int, most_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """(line, offset after it) of a file's whole lines from ``offset`` on."""
+def _lines(path: Path, offset: int, most_bytes: int) -> tuple[list[tuple[bytes, int]], bool]:
+    """(line, offset after it) of a file's whole lines from ``offset`` on, and whether there are more."""
+    most_bytes = max(most_bytes, 1 << 16)
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read(max(most_bytes, 1 << 16))
+            data = file.read(most_bytes)
     except OSError:  # it was the oldest
-        return
+        return [], False
+    found = []
     for line in data.splitlines(keepends=True):
         if not line.endswith(b"\n"):
-            return
+            break
         offset += len(line)
-        yield line, offset
+        found.append((line, offset))
+    return found, bool(found) and len(data) == most_bytes
 
 
 def _wanted(line: bytes, query: Query, seen: int) -> dict[str, Any] | None:

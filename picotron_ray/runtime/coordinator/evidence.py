@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Evidence:
         self._ask, self._storage, self._keep = ask, storage, keep
         self._taken: dict[GenerationId, asyncio.Task[None]] = {}
         self._kept = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evidence")  # storage may not answer
         self._term, self._folder = 0, Path()
 
     def begin(self, term: int, folder: Path) -> None:
@@ -90,7 +92,13 @@ class Evidence:
         name = f"evidence/{generation.term}-{generation.n}-{self._term}.{self._kept}.json"
         value = {"generation": str(generation), "why": why, "at_s": time.time(), "ranks": list(found)}
         self._keep(name, str(generation), True)
-        asyncio.get_running_loop().run_in_executor(None, self._store, name, json.dumps(value).encode())
+        asyncio.get_running_loop().run_in_executor(
+            self._thread, self._store, name, json.dumps(value).encode()
+        )
+
+    def close(self) -> None:
+        """Wait for what is being kept; blocks."""
+        self._thread.shutdown()
 
     def _store(self, name: str, data: bytes) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -28,6 +29,7 @@ from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
 
 log = logging.getLogger(__name__)
 CALL_S = 5.0
+SLOTS_S = 20.0
 MOST_AT_ONCE = 8
 """Workers whose lines are asked for at a time; of more that die at once the others' stay on their nodes."""
 Note = Callable[[str, str, str], None]
@@ -57,7 +59,8 @@ class LastLines:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._job, self._cluster, self._note, self._spawn = job, cluster, note, spawn
-        self._slots: Iterator[int] | None = None
+        self._slots: asyncio.Future[Iterator[int]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="last-lines")  # storage may not answer
         self._asking = 0
 
     def gone(self, worker: str) -> None:
@@ -70,9 +73,7 @@ class LastLines:
 
     async def _send(self, node: str, worker: str) -> None:
         try:
-            if self._slots is None:
-                self._slots = await asyncio.to_thread(self._find_slots)
-            key = dead_key(next(self._slots))
+            key = dead_key(await self._free_slot())
             if await self._cluster.call_agent(
                 node, "send_log", worker, key, timeout_s=CALL_S, patience_s=0.0
             ):
@@ -81,6 +82,15 @@ class LastLines:
             log.info("the last lines of worker %s stay where they are: %s", worker, error)
         finally:
             self._asking -= 1
+
+    async def _free_slot(self) -> int:
+        """Take a slot; storage is asked for them once, for all that die together.
+
+        Raises TimeoutError: it does not answer; what was asked may answer later ones.
+        """
+        if self._slots is None or (self._slots.done() and self._slots.exception() is not None):
+            self._slots = asyncio.get_running_loop().run_in_executor(self._thread, self._find_slots)
+        return next(await asyncio.wait_for(asyncio.shield(self._slots), SLOTS_S))
 
     def _find_slots(self) -> Iterator[int]:
         return free_slots(open_storage(self._job.storage, self._job.name))

@@ -42,6 +42,7 @@ from picotron_ray.runtime.node_agent.folder_guard import PUT_OFF, FolderGuard
 from picotron_ray.runtime.node_agent.kept_state import KeptState
 from picotron_ray.runtime.node_agent.log_service import AgentLogs
 from picotron_ray.runtime.node_agent.machine import machine_of
+from picotron_ray.runtime.node_agent.machine_watch import watched
 from picotron_ray.runtime.node_agent.member_calls import MemberCalls
 from picotron_ray.runtime.node_agent.metrics import AgentFigures, serve_metrics
 from picotron_ray.runtime.node_agent.oom_watch import OomWatch
@@ -52,7 +53,6 @@ from picotron_ray.runtime.node_agent.seal_watch import SealWatch, slot_info
 from picotron_ray.runtime.node_agent.slot_release import release_slots, still_read
 from picotron_ray.runtime.node_agent.specs import ToldSpecs, newest_spec
 from picotron_ray.runtime.node_agent.stall_watch import StallWatch
-from picotron_ray.runtime.node_agent.telemetry import Telemetry
 from picotron_ray.runtime.node_agent.term_file import TermFile
 from picotron_ray.runtime.node_agent.tool_calls import ToolCalls
 from picotron_ray.runtime.node_agent.uploads import Uploads
@@ -111,7 +111,7 @@ class Agent(AgentLogs, ToolCalls):
         self._metrics = serve_metrics(self._job, node, self._host, figures)
         to_agent = partial(call_agent, self._job.name)
         self._beats = Beats(node, self._job.elastic.heartbeat_s, self._tell, to_agent)
-        self._telemetry = Telemetry(self._folder, self._job.telemetry.interval_s, machine)
+        self._telemetry = watched(self._folder, self._job.telemetry.interval_s, machine)
         self._newest_spec, self._specs = partial(newest_spec, self._folder), ToldSpecs()
         self._burials = Burials(self._folder, self._unburied, self._newest_spec)
         self._closing = threading.Event()

@@ -175,7 +175,7 @@ def test_files_older_than_the_query_are_not_read(tmp_path: Path, monkeypatch: py
     for path in files[:-1]:
         os.utime(path, (AT, AT))
     opened: list[Path] = []
-    monkeypatch.setattr(pages, "_lines", lambda path, *_: opened.append(path) or iter(()))
+    monkeypatch.setattr(pages, "_lines", lambda path, *_: opened.append(path) or ([], False))
     read_page(tmp_path, Query(since=time_text(AT + 10)))
     assert opened == files[-1:]
 
@@ -220,3 +220,18 @@ def test_secrets_are_cut_out(text: str, kept: str) -> None:
         "SHORT_KEY": "abc",
     }
     assert Redactor(environment)(text) == kept
+
+
+def test_no_line_is_lost_where_a_call_ends_within_a_file(tmp_path: Path) -> None:
+    """What was left of a file, cut in mid-line, was passed over for the next file."""
+    for begin in (0, 200):  # an agent that is back begins a new file
+        kept = LogStore(tmp_path)
+        kept.add([line(f"{begin + at} {'x' * (300 + at % 37)}", rank=at % 3) for at in range(200)])
+    assert len(log_files(tmp_path)) == 2
+    for scan_bytes in (70_000, 100_000):
+        found, cursor, more = [], START, True
+        while more:
+            page = read_page(tmp_path, Query(rank=1), cursor, scan_bytes=scan_bytes)
+            found += [int(text.split()[0]) for text in texts(page)]
+            cursor, more = page.cursor, page.more
+        assert found == [begin + at for begin in (0, 200) for at in range(200) if at % 3 == 1]

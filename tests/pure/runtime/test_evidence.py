@@ -40,7 +40,7 @@ class Cluster:
     def run(self, *calls: Any) -> None:
         async def all_of_them() -> None:
             await asyncio.gather(*(call() for call in calls))
-            await asyncio.get_running_loop().shutdown_default_executor()
+            await asyncio.to_thread(self.evidence.close)
 
         asyncio.run(all_of_them())
 

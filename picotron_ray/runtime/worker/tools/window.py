@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol
 log = logging.getLogger(__name__)
 ARMED_S = 60.0
 """Time after which a recording that was not told to begin is forgotten: whoever wanted it is gone."""
+SAVE_S = 300.0
+"""Time after which a recording that is not saved is given up: all ranks wait for it."""
 State = Literal["armed", "running", "stopped", "saving", "done", "failed"]
 
 
@@ -80,7 +82,8 @@ class WindowedTool:
         self.steps: list[int] = []
         self.rounds: list[tuple[int, int]] = []
         """Nanoseconds of this rank's clock around each exchange of the hold that ends it."""
-        self._taken, self._armed_s = 0, time.monotonic()
+        self._taken, self._armed_s, self._stopped_s = 0, time.monotonic(), 0.0
+        self._unwanted = ""  # why, for the thread that trains: it alone can end what runs in it
         self._text = ""
         self._told: Mapping[str, Any] = {}
 
@@ -111,7 +114,7 @@ class WindowedTool:
 
     def begin(self, step: int) -> None:
         """Hear that a step begins."""
-        if self.state != "running":
+        if self.state != "running" or self._ended_unwanted():
             return
         self._taken += 1
         window = self.window
@@ -130,13 +133,13 @@ class WindowedTool:
 
     def end(self, step: int) -> None:
         """Hear that a step has ended; after the last one nothing is recorded any more."""
-        if self.state != "running" or not self.steps:
+        if self.state != "running" or self._ended_unwanted() or not self.steps:
             return
         try:
             self._recording.end(step)
             if self.last:
                 self._recording.stop()
-                self.state = "stopped"
+                self.state, self._stopped_s = "stopped", time.monotonic()
         except Exception as error:
             self._fail(error)
             if self._together:
@@ -150,15 +153,44 @@ class WindowedTool:
 
     def _save(self) -> None:
         try:
-            self._told = self._recording.save(self.path, self._limit_bytes)
-            self.state = "done"
+            told = self._recording.save(self.path, self._limit_bytes)
         except Exception as error:  # noqa: BLE001 (it is told by its state)
-            self._fail(error)
+            if self.state == "saving":
+                self._fail(error)
+            return
+        if self.state == "saving":  # else it took too long, and nobody waits for it
+            self._told, self.state = told, "done"
+
+    @property
+    def holds(self) -> bool:
+        """Whether all ranks are to wait for its end; after `SAVE_S` it is given up."""
+        if self.state not in ("stopped", "saving"):
+            return False
+        if time.monotonic() - self._stopped_s < SAVE_S:
+            return True
+        self._fail(TimeoutError(f"it was not saved within {SAVE_S:g} s"))
+        return False
 
     def give_up(self, why: str) -> None:
-        """End it where it is not over: its generation has ended."""
+        """End it where it is not over, on the thread that trains: its generation has ended."""
         if self.state in ("armed", "running", "stopped"):
             self._fail(RuntimeError(why))
+
+    def unwanted(self, why: str) -> None:
+        """End it, from any thread, because nobody wants it any more.
+
+        Hooks of the interpreter and torch's profiler belong to the thread that trains, so one that runs ends
+        at that thread's next begin or end of a step. One in which ranks communicate runs to its end.
+        """
+        if self.state == "running":
+            self._unwanted = "" if self._together else why
+        elif self.live or self.state == "armed":
+            self._fail(RuntimeError(why))
+
+    def _ended_unwanted(self) -> bool:
+        if self._unwanted:
+            self._fail(RuntimeError(self._unwanted))
+        return bool(self._unwanted)
 
     def _fail(self, error: Exception) -> None:
         log.warning("recording %s of this rank fails: %s: %s", self.key, type(error).__name__, error)

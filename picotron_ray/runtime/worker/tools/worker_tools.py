@@ -169,7 +169,7 @@ class WorkerTools(StepTools):
         tool, breaks = self._tool, self._breaks
         with self._lock:
             stops = breaks is not None and breaks.stops
-            saves = tool is not None and tool.state in ("stopped", "saving")
+            saves = tool is not None and tool.holds
             self._open = bool(stops or saves or self._looking)
             return self._open
 
@@ -253,7 +253,7 @@ class WorkerTools(StepTools):
         if what == "go":
             place.requests.add(GO)
         elif what == "drop":
-            tool.give_up("it was dropped")
+            tool.unwanted("it was dropped")
             if not tool.live:
                 tool.drop()
                 self._tool = None

@@ -8,10 +8,14 @@ from picotron_ray.coordinator.policies.time_limit import LimitView, decide
 
 ABORTS = 2.0  # x the time for an answer: members are torn out, then killed
 LIMIT = "limit"  # kind of the alert that tells why the run stops
+DEADLINE = "cluster.deadline"
 
 
 def watch_limit(memory: MachineMemory) -> None:
-    """Stop the run, to be launched again, where its time runs out; an earlier stop goes first."""
+    """Stop the run where its time runs out, to be launched again unless by a deadline.
+
+    An earlier stop goes first.
+    """
     if memory.ends_at is None or memory.stop_requested:
         return
     members = len(memory.spec.members) if memory.spec is not None and memory.in_generation else 0
@@ -25,6 +29,7 @@ def watch_limit(memory: MachineMemory) -> None:
     )
     stop, why = decide(view)
     if stop:
-        memory.stop_requested = memory.again = True
+        # a launch again, word for word, would be refused by a deadline that has passed
+        memory.stop_requested, memory.again = True, memory.limit != DEADLINE
         text = f"{memory.limit} ends this launch in {view.left_s:.0f} s: stopping with a commit, {why}"
         memory.alert("warning", LIMIT, text, left_s=view.left_s, key=memory.limit)

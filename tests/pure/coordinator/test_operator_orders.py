@@ -243,21 +243,23 @@ def test_a_run_stops_while_there_is_time_for_a_commit(
     assert decide(view)[0] is stops
 
 
-def test_a_limit_stops_the_run_to_be_launched_again() -> None:
+@pytest.mark.parametrize(("limit", "again"), [("cluster.max_wall_s", True), ("cluster.deadline", False)])
+def test_a_limit_stops_the_run_to_be_launched_again_where_it_can_be(limit: str, again: bool) -> None:
+    """A queue's requeue of a launch whose deadline has passed would be refused, again and again."""
     world = World()
-    started = world.begin(("a", 2), ("b", 2), left_s=80.0, limit="cluster.max_wall_s")
+    started = world.begin(("a", 2), ("b", 2), left_s=80.0, limit=limit)
     spec = world.run(world.answer(world.ready(started)))
     world.wait(20.0, steps=5)
     assert world.state is MachineState.RUNNING
     out = world.wait(20.0, steps=6)
     (told,) = [c for c in of(out, m.Alert) if c.kind == "limit"]
-    assert told.text.startswith("cluster.max_wall_s ends this launch in")
+    assert told.text.startswith(f"{limit} ends this launch in")
     asked = world.send(*outcomes(spec, "interrupted", 6))
     world.answer(asked, snapshot(spec, 6))
     for node in ("a", "b"):
         world.send(m.Uploaded(node, spec.id, 6))
     (end,) = of(world.log_appends(), m.Finish)
-    assert (end.status, end.again, end.detail) == ("stopped", True, "step 6")
+    assert (end.status, end.again, end.detail) == ("stopped", again, "step 6")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class AlertSink:
         """Take a finding to be sent, where it is grave enough and there is room."""
         if found.silenced or SEVERITIES.index(found.severity) < self._least:
             return
+        self._note_firing(found)  # first: of what finds no room in the queue, what is over is not repeated
         try:
             self._waiting.put_nowait(found)
         except queue.Full:
@@ -109,7 +110,6 @@ class AlertSink:
                     self._repeat()
                 continue
             self._deliver(found)
-            self._note_firing(found)
 
     def _note_firing(self, found: AlertFinding) -> None:
         if self._config.kind != "alertmanager":
@@ -119,7 +119,7 @@ class AlertSink:
             self._firing[found.rule, found.key] = found
 
     def _repeat(self) -> None:
-        for found in self._firing.values():
+        for found in list(self._firing.values()):
             self._post(found)
 
     def _deliver(self, found: AlertFinding) -> None:

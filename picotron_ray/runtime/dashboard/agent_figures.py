@@ -6,6 +6,7 @@ thousands of agents are not asked for the sake of a page.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import urllib.request
@@ -15,6 +16,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 INTERVAL_S = 10.0
+MOST_SILENT = 3
+"""Rounds without an answer after which the newest figures are shown no more."""
 MOST_NODES = 16
 ANSWER_S = 2.0
 ANSWER_BYTES = 4 << 20
@@ -111,17 +114,22 @@ class NodeScrapes:
         self._wake.set()
 
     def _keep_asking(self) -> None:
+        silent = 0
         while not self._closed:
-            texts = []
-            for address in self._addresses:
-                try:
-                    texts.append(self._ask(address))
-                except (OSError, ValueError):
-                    continue  # it is gone, or not there yet; the next round asks again
-            if texts:
-                try:
-                    self.newest = {**read_metrics(texts), "nodes": len(texts)}
-                except ValueError:
-                    self.newest = {}
+            found = self._asked()
+            silent = 0 if found else silent + 1
+            if found or silent >= MOST_SILENT:
+                self.newest = found
             self._wake.wait(INTERVAL_S)
             self._wake.clear()
+
+    def _asked(self) -> dict[str, Any]:
+        """Ask all endpoints; what those that answer say, nothing where none does."""
+        texts = []
+        for address in self._addresses:
+            # whatever it is: the endpoint is gone or not there yet, or its port is somebody else's by now
+            with contextlib.suppress(Exception):
+                texts.append(self._ask(address))
+        with contextlib.suppress(Exception):
+            return {**read_metrics(texts), "nodes": len(texts)} if texts else {}
+        return {}

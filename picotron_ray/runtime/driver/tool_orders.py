@@ -41,18 +41,25 @@ class RunTools:
         self.spec = self._running_spec()
 
     def _running_spec(self) -> GenerationSpec:
-        """The generation that runs; refuses a run that recovers or starts."""
-        spec = next((spec for spec in map(self._told, self._all_agents()) if spec is not None), None)
-        steps = [
-            page["step"]
-            for page in self.status["pages"].values()
-            if spec is not None and (page["term"], page["n"]) == (spec.id.term, spec.id.n)
+        """The generation that runs; refuses a run that is paused, recovers or starts.
+
+        Workers and nodes that take no part in it, such as spares, say nothing of it.
+        """
+        if self.status["state"] in ("pausing", "paused"):
+            raise ConfigError(
+                f"run: {self.run!r} is {self.status['state']}; `picotron-ray resume {self.run}` ends that"
+            )
+        told = self._call(dict.fromkeys(self._all_agents(), ("generation",)))
+        newest = self.status["generation"]
+        spec = next((spec for spec in told.values() if spec is not None and str(spec.id) == newest), None)
+        phases = [
+            page["phase"] for page in self.status["pages"].values() if f"{page['term']}.{page['n']}" == newest
         ]
-        building = not steps or any(
-            page["phase"] in ("idle", "rendezvous", "build", "restore", "storage", "flush", "queue")
-            for page in self.status["pages"].values()
+        building = not phases or any(
+            phase in ("idle", "rendezvous", "build", "restore", "storage", "flush", "queue")
+            for phase in phases
         )
-        if spec is None or str(spec.id) != self.status["generation"] or building:
+        if spec is None or building:
             raise ConfigError(
                 f"run: {self.run!r} does not train now: it starts, or recovers from a failure; ask again in a"
                 f" while (`picotron-ray status {self.run}`)"
@@ -66,10 +73,6 @@ class RunTools:
         for entry in list_named_actors(all_namespaces=True):
             if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
                 yield entry["name"].removeprefix(prefix)
-
-    def _told(self, node: str) -> GenerationSpec | None:
-        answer: GenerationSpec | None = self._call({node: ("generation",)}).get(node)
-        return answer
 
     def _agent(self, node: str) -> Any:
         import ray

@@ -204,3 +204,24 @@ def test_addresses_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
         with pytest.raises(SinkAddressError) as caught:
             address_of(given, environment)
         assert SECRET not in str(caught.value)
+
+
+def test_what_is_over_is_not_repeated_though_its_end_found_no_room(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(sinks, "MOST_WAITING", 1)
+    monkeypatch.setattr(sinks, "REPEAT_S", 0.05)
+    receiver.hang_s = 0.5
+    one = sink(receiver.port, [], kind="alertmanager")
+    one.send(FOUND)
+    until(lambda: receiver.got)
+    one.send(replace(FOUND, rule="disk"))  # waits
+    one.send(replace(FOUND, resolved=True))  # finds no room
+    assert one.dropped == 1
+    receiver.hang_s = 0.0
+    until(lambda: [body for _, body in receiver.got].count(receiver.got[-1][1]) > 2)
+    repeated = [body[0]["labels"]["alertname"] for _, body in receiver.got[2:]]
+    assert set(repeated) == {"disk"}
+    one.finish(1.0)

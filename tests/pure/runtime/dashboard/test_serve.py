@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import time
+from collections.abc import Callable
+from http.client import BadStatusLine
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from typer.testing import CliRunner
 
 from picotron_ray.cli import app
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.dashboard import serve
+from picotron_ray.runtime.dashboard import agent_figures, serve
 from picotron_ray.runtime.dashboard.agent_figures import MOST_NODES, NodeScrapes, read_metrics
 from tests.support.runs.page_facts import store_run
 
@@ -80,3 +83,34 @@ def test_few_nodes_are_asked_for_their_memory() -> None:
     figures.close()
     with pytest.raises(ValueError):
         read_metrics(["{{{ not metrics"])
+
+
+def test_figures_of_nodes_outlive_odd_answers_and_are_not_shown_once_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A port that was somebody else's by then ended the thread, and its last figures stayed."""
+    monkeypatch.setattr(agent_figures, "INTERVAL_S", 0.01)
+    good = 'picotron_worker_memory_bytes{node="n",worker="w0",class="weights"} 5\n'
+    answers: list[Exception | str] = [good]
+
+    def ask(address: str) -> str:
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    def until(done: Callable[[], bool]) -> None:
+        limit = time.monotonic() + 30
+        while not done():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+    scrapes = NodeScrapes(ask)
+    scrapes.of({"n": "127.0.0.1:1"}, [])
+    until(lambda: bool(scrapes.newest))
+    answers[0] = BadStatusLine("SSH-2.0")
+    until(lambda: scrapes.newest == {})
+    answers[0] = 'picotron_worker_memory_bytes{node="n"} 5\n'
+    time.sleep(0.1)
+    answers[0] = good
+    until(lambda: bool(scrapes.newest))
+    scrapes.close()

@@ -1,0 +1,56 @@
+"""Whether a run trains, so that tools may look at its steps: its generation says it, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from picotron_ray.coordinator.messages import GenerationId
+from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver.tool_orders import RunTools
+
+PAGES = {
+    "w0": {"step": 50, "term": 1, "n": 2, "phase": "forward"},
+    "w1": {"step": 50, "term": 1, "n": 2, "phase": "backward"},
+}
+SPARE = {"step": 0, "term": 0, "n": 0, "phase": "idle"}
+
+
+def spec(n: int) -> Any:
+    return SimpleNamespace(id=GenerationId(1, n))
+
+
+def running(told: Mapping[str, Any], pages: Mapping[str, Any] = PAGES, state: str = "running") -> Any:
+    tools = RunTools.__new__(RunTools)
+    tools.run = "night"
+    tools.status = {"pages": dict(pages), "generation": "1.2", "state": state}
+    tools._all_agents = lambda: iter(told)  # type: ignore[method-assign]
+    tools._call = lambda calls: {node: told[node] for node in calls if node in told}  # type: ignore[method-assign]
+    return tools._running_spec()
+
+
+def test_idle_workers_and_nodes_that_were_left_out_say_nothing_of_it() -> None:
+    assert running({"a": spec(2)}, {**PAGES, "w2": SPARE}).id == GenerationId(1, 2)
+    assert running({"left out": spec(1), "silent": None, "a": spec(2)}).id == GenerationId(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "pages"),
+    [
+        ({"a": spec(1)}, PAGES),
+        ({}, PAGES),
+        ({"a": spec(2)}, {}),
+        ({"a": spec(2)}, {**PAGES, "w1": {**PAGES["w1"], "phase": "restore"}}),
+    ],
+)
+def test_a_run_that_starts_or_recovers_is_refused(told: dict[str, Any], pages: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="does not train now"):
+        running(told, pages)
+
+
+def test_of_a_paused_run_it_is_said_what_ends_that() -> None:
+    with pytest.raises(ConfigError, match="is paused; `picotron-ray resume night` ends that"):
+        running({"a": spec(2)}, state="paused")

@@ -182,8 +182,8 @@ class LiveSource:
         return follow_run.is_gone(self.run, self._coordinator, self._local)
 
     def request(self, what: str) -> None:
-        """Ask the coordinator for a stop or a checkpoint."""
-        self._coordinator.request.remote(what)
+        """Ask the coordinator for a stop or a checkpoint; raises LostRunError where it does not answer."""
+        follow_run.tell(self._coordinator, self.run, what)
 
     @property
     def storage(self) -> Any:

@@ -332,7 +332,7 @@ def checkpoint_now(run: str, timeout_s: float, say: Callable[[str], object] = la
     before = int(seen_first["committed"] or 0)
     if seen_first["state"] == "paused" and before >= seen_first["step"]:
         return before
-    coordinator.request.remote("checkpoint")
+    follow_run.tell(coordinator, run, "checkpoint", timeout_s)
     deadline, told_s = time.monotonic() + timeout_s, -WAIT_LINE_S
     what = ""
     while time.monotonic() < deadline:

@@ -238,6 +238,34 @@ def ask(coordinator: Any, method: str, *arguments: Any, timeout_s: float = 10.0)
     return found
 
 
+def tell(coordinator: Any, run: str, what: str, patience_s: float = 60.0) -> None:
+    """Request a ``stop`` or a ``checkpoint``, again while the coordinator is being started again.
+
+    Raises:
+        LostRunError: nobody heard of it.
+    """
+    deadline = time.monotonic() + patience_s
+    while not heard(coordinator, what):
+        if time.monotonic() > deadline:
+            raise LostRunError(
+                f"the coordinator of run {run} does not answer: nobody heard of the {what}; see"
+                f" `picotron-ray logs {run}`"
+            )
+        time.sleep(POLL_S)
+
+
+def heard(coordinator: Any, what: str) -> bool:
+    """Request something once; whether the coordinator has heard of it."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        ray.get(coordinator.request.remote(what), timeout=10.0)
+    except (RayActorError, GetTimeoutError):
+        return False
+    return True
+
+
 def _end_of_lost(
     run: str, end: dict[str, Any] | None, progress: ProgressView, local: LocalRay | None
 ) -> dict[str, Any]:

@@ -66,6 +66,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util", util)
     monkeypatch.setattr(
+        follow_run, "heard", lambda coordinator, what: bool([coordinator.request.remote(what)])
+    )
+    monkeypatch.setattr(
         local_ray,
         "stop",
         lambda local, grace_s=1.0, discard=False: calls.append(

@@ -10,6 +10,7 @@ import pytest
 
 from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver import follow_run
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
 PAGES = {
@@ -54,3 +55,16 @@ def test_a_run_that_starts_or_recovers_is_refused(told: dict[str, Any], pages: d
 def test_of_a_paused_run_it_is_said_what_ends_that() -> None:
     with pytest.raises(ConfigError, match="is paused; `picotron-ray resume night` ends that"):
         running({"a": spec(2)}, state="paused")
+
+
+def test_a_stop_is_told_until_somebody_has_heard_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page said that the run stops, and the call was lost with the coordinator."""
+    answers = iter([False, False, True])
+    asked: list[str] = []
+    monkeypatch.setattr(follow_run, "heard", lambda coordinator, what: asked.append(what) or next(answers))
+    monkeypatch.setattr(follow_run, "POLL_S", 0.0)
+    follow_run.tell(None, "night", "stop")
+    assert asked == ["stop"] * 3
+    monkeypatch.setattr(follow_run, "heard", lambda coordinator, what: False)
+    with pytest.raises(follow_run.LostRunError, match="nobody heard of the stop"):
+        follow_run.tell(None, "night", "stop", patience_s=0.0)

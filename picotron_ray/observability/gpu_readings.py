@@ -33,6 +33,9 @@ COUNTED = {
 }
 """Figures of a telemetry window by the metric whose sum they are."""
 
+LIFETIME = ("picotron_gpu_ecc_errors_total",)
+"""Those of them that count from the GPU's first day on; the others count what comes."""
+
 
 class Reading(NamedTuple):
     """One metric of a GPU. ``read`` gives its values by ``label``; without a label there is one."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from picotron_ray.observability.exporter import Sample
-from picotron_ray.observability.gpu_readings import COUNTED, HURTS, READINGS, FaultEvents
+from picotron_ray.observability.gpu_readings import COUNTED, HURTS, LIFETIME, READINGS, FaultEvents
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Gpus:
     def __init__(self) -> None:
         self._handles: dict[str, Any] | None = None  # by UUID
         self._faults: FaultEvents | None = None
+        self._counts: dict[tuple[str, str], tuple[float, float]] = {}  # by metric and GPU: first, newest
 
     def samples(self) -> Iterator[Sample]:
         """Measure every GPU."""
@@ -72,7 +73,10 @@ class Gpus:
                 yield Sample("picotron_gpu_xid_errors_total", faults.get(uuid, 0), {"gpu": uuid})
 
     def health(self) -> dict[str, float]:
-        """Sum up what tells of sick GPUs: how many of them are throttled, and their errors."""
+        """Sum up what tells of sick GPUs: how many of them are throttled, and their errors from now on.
+
+        A GPU that does not tell its errors this time counts with those that it told last.
+        """
         found: dict[str, float] = {}
         throttled: dict[str, bool] = {}
         for sample in self.samples():
@@ -82,7 +86,10 @@ class Gpus:
                 hurts = bool(value) and sample.labels["reason"] in HURTS
                 throttled[gpu] = throttled.get(gpu, False) or hurts
             elif name in COUNTED:
-                found[COUNTED[name]] = found.get(COUNTED[name], 0.0) + value
+                first = value if name in LIFETIME else 0.0
+                self._counts[name, gpu] = self._counts.get((name, gpu), (first,))[0], value
+        for (name, _), (first, newest) in list(self._counts.items()):
+            found[COUNTED[name]] = found.get(COUNTED[name], 0.0) + max(0.0, newest - first)
         return {**found, "throttled_gpus": float(sum(throttled.values()))} if throttled else found
 
     def _fault_counts(self) -> dict[str, int] | None:

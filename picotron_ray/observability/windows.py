@@ -9,7 +9,7 @@ A figure that is not known is absent; none is made up. Names carry their units:
 - memory: ``peak_bytes, allocated_bytes, reserved_bytes, device_bytes, planned_peak_bytes,
   fragmentation_ratio``;
 - devices and hosts: ``utilization_ratio, host_cpu_ratio, host_memory_ratio, disk_used_ratio,
-  throttled_gpus, ecc_errors_total, xid_errors_total``;
+  throttled_gpus``, and ``ecc_errors_total, xid_errors_total`` since each node was first heard of;
 - the run: ``durability_lag_steps, failures_total, recoveries_total``; ``bad_steps_total`` (steps of the
   generation whose update was left out, and generations that ended for one) and ``bad_step``, the newest one.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
@@ -37,6 +37,7 @@ from picotron_ray.observability.windows import (
 )
 from picotron_ray.runtime.coordinator.alert_service import AlertService
 from picotron_ray.runtime.coordinator.archive_keeper import ArchiveKeeper
+from picotron_ray.runtime.coordinator.health_sums import HealthSums
 from picotron_ray.runtime.coordinator.link_figures import RoundLinks
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.utilization import devices_of, utilization
@@ -90,7 +91,9 @@ class Round:
         self._waits_seen = True
         self._worst, self._least_free = MemoryFigures(), 0
         self.table = RankTable(layout.world_size)
-        self._health: dict[str, float] = {}
+        self._members = spec.members  # no list of their nodes: a round stays small
+        self.health: dict[str, dict[str, float]] = {}
+        """What each node told of its machine."""
         self.links = RoundLinks()
 
     @property
@@ -125,7 +128,8 @@ class Round:
         self._waits_seen = self._waits_seen and one.waits_seen
         self._remember(one.memory)
         self._fill(one)
-        join_health(self._health, one.health)
+        if one.health:
+            self.health[self._members[one.rank].node] = one.health
         self.links.add(one.links)
 
     def _fill(self, one: WorkerFigures) -> None:
@@ -162,7 +166,7 @@ class Round:
         )
 
     def status(self, figures: RunFigures) -> dict[str, Any]:
-        """Return the sums as the run's status shows them, in JSON values."""
+        """Return the sums as the run's status shows them, in JSON values; without those of machines."""
         windows = dict(zip(SERIES, (spread.window for spread in self._series), strict=True))
         return {
             "generation": str(self.id),
@@ -184,7 +188,6 @@ class Round:
             },
             "utilization": figures.utilization,
             "waits_seen": figures.waits_seen,
-            "health": dict(self._health),
             "slow_ranks": self._slow_ranks(),
         }
 
@@ -197,13 +200,6 @@ class Round:
         slow = self.table.slowest(MOST_SHOWN)
         rows = self.table.rows([one.rank for one in slow])
         return [{**row, **one._asdict()} for row, one in zip(rows, slow, strict=True)]
-
-
-def join_health(all_of_them: dict[str, float], one: Mapping[str, float]) -> None:
-    """Add a machine's health to that of others: counts are summed, of shares the largest stays."""
-    for name, value in one.items():
-        before = all_of_them.get(name, 0.0)
-        all_of_them[name] = max(before, value) if name.endswith("_ratio") else before + value
 
 
 def _fullness(memory: MemoryFigures) -> tuple[float, int]:
@@ -229,6 +225,7 @@ class RunTelemetry:
         self.newest: tuple[RankTable, str] | None = None
         """Ranks of the newest round, and its generation."""
         self._archive: ArchiveKeeper | None = None
+        self._health = HealthSums()
         self._best: dict[str, float] = {}  # bandwidth by axis, of this coordinator's time
         self.alerts: AlertService | None = None
         record.windows = self._windows
@@ -329,7 +326,8 @@ class RunTelemetry:
                 return ()
             self._round = None
         figures = held.figures()
-        told = {**held.status(figures), "links": held.links.told(self._best)}
+        health, links = self._health.joined(held.health), held.links.told(self._best)
+        told = {**held.status(figures), "health": health, "links": links}
         self._record.telemetry = told
         self._tell(held, told)
         return (Measured(held.id, figures),)

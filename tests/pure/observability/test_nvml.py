@@ -107,9 +107,28 @@ def test_each_gpu_shows_what_it_knows(opened: list[int]) -> None:
     }
     gpu_names = {name for name, metric in CATALOGUE.items() if name.startswith("picotron_gpu_")}
     assert {sample.name for sample in found} == gpu_names
-    assert gpus.health() == {"ecc_errors_total": 7.0, "xid_errors_total": 2, "throttled_gpus": 1.0}
+    assert gpus.health() == {"ecc_errors_total": 0.0, "xid_errors_total": 2, "throttled_gpus": 1.0}
     assert gpus.cards() == [Card("NVIDIA H100", (9, 0), 80), Card("NVIDIA H100", (9, 1), 80)]
     assert len(opened) == 1
+
+
+def test_a_gpus_errors_count_from_the_first_reading_on_and_stay_where_a_reading_fails(
+    opened: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: dict[int, int | None] = {0: None, 1: 4}
+
+    def read(gpu: int, *kind: int) -> int:
+        found = errors[gpu]
+        if found is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return found
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", read)
+    gpus, told = Gpus(), []
+    for changed in ({}, {0: 7}, {1: 5}, {1: None}, {0: 9}, {1: 5}):
+        errors |= changed
+        told.append(gpus.health()["ecc_errors_total"])
+    assert told == [0, 0, 1, 1, 3, 3]
 
 
 def test_a_gpu_that_does_not_tell_its_memory_is_a_gpu(

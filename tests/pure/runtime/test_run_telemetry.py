@@ -196,3 +196,28 @@ def test_what_a_round_shows_does_not_grow_with_the_ranks(run: RunTelemetry, reco
     told = record.status(0)["telemetry"]
     assert len(told["slow_ranks"]) == MOST_SHOWN
     assert told["slow_ranks"][0]["rank"] == 4095
+
+
+def test_errors_of_gpus_count_as_they_come_whichever_nodes_are_heard(
+    run: RunTelemetry, record: RunRecord
+) -> None:
+    told: list[float] = []
+    layout = Layout(dp=4)
+    rounds: list[dict[int, float]] = [
+        {0: 2, 2: 3},
+        {0: 2},
+        {0: 2, 2: 3},
+        {2: 4},
+        {0: 2, 1: 2},
+        {0: 3, 2: 0},
+        {2: 1},
+    ]
+    for at, counts in enumerate(rounds):
+        health = {rank: {"ecc_errors_total": value, "throttled_gpus": 1.0} for rank, value in counts.items()}
+        ranks = [worker(rank, layout, health=health.get(rank, {})) for rank in range(4)]
+        run.take(spec(layout), ranks, float(at))
+        run.due(spec(layout), float(at))
+        shown = record.status(0)["telemetry"]["health"]
+        assert shown["throttled_gpus"] == len({rank // 2 for rank in counts}), "a node counts once"
+        told.append(shown["ecc_errors_total"])
+    assert told == [0, 0, 0, 1, 1, 2, 3]

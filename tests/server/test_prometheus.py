@@ -120,6 +120,7 @@ def expositions(run: Watched) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.deep
 def test_every_metric_is_scraped_and_ray_leads_to_the_run(
     prometheus_programs: Path, run: Watched, prometheus: Prometheus, discovery_file: Path
 ) -> None:

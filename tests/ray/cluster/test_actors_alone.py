@@ -563,7 +563,7 @@ def test_an_end_closes_all_and_is_kept(whole: Any, tmp_path: Path) -> None:
     file.write_text("[]")
     finish = m.Finish("finished", "why")
     assert end(whole, "finished") == [
-        ("close", 2, None, True), ("keep record", 3600.0), ("track",),
+        ("close", 2, None, True), ("keep record", 3600.0), ("track", "s"),
         ("done", finish, {"status": "s", "kept": True}),
         ("discard", run_folders(whole._job)), ("announce end",)
     ]  # fmt: skip
@@ -616,7 +616,7 @@ def test_an_end_survives_that_its_summary_is_not_kept(whole: Any) -> None:
     begin(whole)
     whole._store.error = StorageError("down")
     assert end(whole, "failed")[1:] == [
-        ("keep record", 3600.0), ("track",),
+        ("keep record", 3600.0), ("track", "s"),
         ("done", m.Finish("failed", "why"), {"status": "s"}), ("announce end",)
     ]  # fmt: skip
 
@@ -712,7 +712,7 @@ def test_a_run_that_another_cluster_took_over_goes_without_a_summary(whole: Any)
     whole._store.newest = False
     asyncio.run(whole._end(m.Finish("finished", "all steps")))
     assert [words[1].status for words in whole.told if words[0] == "done"] == ["fenced"]
-    assert ("track",) not in whole.told
+    assert not [told for told in whole.told if told[0] == "track"]
 
 
 def test_an_end_that_an_agent_refuses_is_another_coordinators(

@@ -213,6 +213,7 @@ def test_sigkill_of_everything_resumes_from_the_last_commit_and_goes_away_by_its
     assert stored(door) == before, "a refused launch overwrites nothing"
 
 
+@pytest.mark.deep
 def test_on_a_given_cluster_a_run_ends_without_a_trace(
     door: Door, local_ray: LocalRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,7 @@ def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
 def test_what_needs_an_extra_is_refused_without_it(
     connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_module, "is_there", lambda module: False)
     monkeypatch.setattr(run_module, "able_nodes", lambda job, nodes, device, facts: (nodes, ""))
     job = tiny_job("needs-extra", tmp_path, **{"cluster": {"device": "auto"}, **sections})
     with pytest.raises(ConfigError, match=said):

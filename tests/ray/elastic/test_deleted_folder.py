@@ -42,6 +42,7 @@ def test_a_run_goes_on_from_the_snapshots_of_a_folder_that_was_deleted(tmp_path:
     check_ledger(job)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_where_the_folder_cannot_be_made_its_workers_train_on(tmp_path: Path) -> None:
     """Seen: the coordinator missed them, and killed them after ``elastic.node_timeout_s``."""

@@ -118,10 +118,7 @@ WIDER: dict[str, dict[str, Any]] = {
 }
 
 
-MUON, *OTHERS = WIDER
-
-
-@pytest.mark.parametrize("wider", [MUON, *also_deep(*OTHERS)])
+@pytest.mark.parametrize("wider", also_deep(*WIDER))
 def test_a_kill_under_other_optimizers_precisions_and_masks(wider: str, tmp_path: Path) -> None:
     """What the pool's generations show without Ray (tests/gloo), once through coordinator and agents."""
     faults = ({"fault": "kill", "target": "worker:1", "step": 15, "phase": "optimizer"},)

@@ -1,8 +1,9 @@
 """Findings of rules over telemetry: the most urgent one is answered at the next boundary, or dropped.
 
 A rule sees and asks; it decides nothing. What it asks for has a row in the one table
-(``policies.precedence``): a generation that already ends for something else drops it, and the next one finds
-it again if it is still true.
+(``policies.precedence``): a generation that already ends for something else drops it. Whatever is not done is
+asked again if it is still true, in the next generation and, ever more seldom, in this one
+(``observability.alerts.book``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Book of a run's findings: signs that last become findings, once each, and findings end.
 
 A rule fires once its signs came in as many windows in a row as it asks for, and is over after as many
-without one. What fires is told once, however long it lasts. Where a rule begins and ends again and again,
-only the first `MOST_TOLD` findings of an hour are told; the others are counted.
+without one. What fires is told once, however long it lasts, and again where a silence over it ends. Where a
+rule begins and ends again and again, only the first `MOST_TOLD` findings of an hour are told; the others are
+counted. What a finding asks for is asked again for as long as it fires and nothing was done: in each new
+generation, and after `AGAIN_S`, twice that, and so on up to an hour.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from picotron_ray.observability.windows import TelemetryWindow
 
 MOST_TOLD = 6
 HOUR_S = 3600.0
+AGAIN_S = 120.0
+"""First wait for an answer to what a finding asks for."""
 MOST_KEPT = 256
 """Findings that are over and that are remembered."""
 MOST_SILENCES = 64
@@ -48,13 +52,22 @@ class Silence:
 
 @dataclass(slots=True)
 class _Track:
-    """Windows in a row that showed a rule at one place, or did not."""
+    """Windows in a row that showed a rule at one place, or did not.
+
+    Fields:
+        asked: the finding that was last asked to be acted on, as it was then.
+        wait_s: time after which it asks again.
+        obeyed: something was done on the finding that fires.
+    """
 
     shown: int = 0
     clear: int = 0
     since_s: float = 0.0
     firing: AlertFinding | None = None
     told: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
+    asked: AlertFinding | None = None
+    wait_s: float = AGAIN_S
+    obeyed: bool = False
 
 
 class AlertBook:
@@ -80,6 +93,8 @@ class AlertBook:
         self._tracks: dict[tuple[str, str], _Track] = {}
         self._generation = ""
         self.past: deque[AlertFinding] = deque(maxlen=MOST_KEPT)
+        self.again: list[AlertFinding] = []
+        """Findings that ask again since the newest window, and are not told again."""
         self.windows = self.untold = 0
 
     @property
@@ -92,11 +107,17 @@ class AlertBook:
         held = [each for each in self.silences if each.until_s is None or each.until_s > now_s]
         self.silences = [*held[1 - MOST_SILENCES :], new]
 
+    def obeyed(self, rule: str) -> None:
+        """Hear that something was done on what a rule found: what fires of it asks no more."""
+        for (name, _), track in self._tracks.items():
+            track.obeyed = track.obeyed or (name == rule and track.firing is not None)
+
     def observe(self, window: TelemetryWindow, node_of: Place = lambda rank: "") -> list[AlertFinding]:
         """Judge a window; returns what is to be told, what is over first."""
         over = self._enter(window)
         figures = derived(window.figures, self._checkpoint_steps)
         self.windows += 1
+        self.again = []
         signs: dict[tuple[str, str], Sign] = {}
         for detector in self._detectors:
             signs |= {(sign.rule, sign.key): sign for sign in detector.signs(figures, window.at_s)}
@@ -130,9 +151,13 @@ class AlertBook:
         track.shown += 1
         if track.shown == 1:
             track.since_s = window.at_s
-        if track.firing is not None or track.shown < rule.windows:
+        if track.firing is None and track.shown < rule.windows:
+            return None
+        if track.firing is not None and not (track.firing.silenced and not self._silenced(rule, window)):
+            self._ask_again(track, sign, window, node_of)
             return None
         track.firing = self._finding(rule, sign, track.since_s, window, node_of)
+        track.asked, track.wait_s, track.obeyed = track.firing, AGAIN_S, False
         while track.told and window.at_s - track.told[0] > HOUR_S:
             track.told.popleft()
         if len(track.told) == MOST_TOLD:
@@ -140,6 +165,24 @@ class AlertBook:
             return None
         track.told.append(window.at_s)
         return track.firing
+
+    def _ask_again(self, track: _Track, sign: Sign, window: TelemetryWindow, node_of: Place) -> None:
+        fired, last = track.firing, track.asked
+        assert fired is not None
+        if last is None or not last.act or track.obeyed or fired.at_s not in track.told:
+            return
+        same = last.generation == window.generation
+        if same and window.at_s - last.at_s < track.wait_s:
+            return
+        again = self._finding(self.rules[sign.rule], sign, track.since_s, window, node_of)
+        if again.act:  # else it is silenced by now
+            # the step where it began: older weights are those from before that
+            track.asked = replace(again, step=last.step) if same else again
+            track.wait_s = min(2 * track.wait_s, HOUR_S) if same else AGAIN_S
+            self.again.append(track.asked)
+
+    def _silenced(self, rule: Rule, window: TelemetryWindow) -> bool:
+        return any(each.covers(rule.name, window.at_s) for each in self.silences)
 
     def _cleared(self, place: tuple[str, str], track: _Track, at_s: float) -> AlertFinding | None:
         track.shown = 0
@@ -167,7 +210,7 @@ class AlertBook:
             where = f"rank {rank}" + (f" on node {node[:8]}" if node else "")
         if slow is not None and slow.phase:
             said += f", most of it in {slow.phase}"
-        silenced = any(each.covers(rule.name, window.at_s) for each in self.silences)
+        silenced = self._silenced(rule, window)
         return AlertFinding(
             rule=rule.name,
             key=sign.key,

@@ -253,7 +253,7 @@ class Coordinator(AlertCalls, CoordinatorLogs, OperatorDoor):
             guarded("the event log", self._event_log.add, now, self._machine.slept_s, event, commands)
         else:
             guarded("the event log", self._event_log.quiet, now, event)
-        guarded("telemetry", self._telemetry.observe, event, self._machine.memory)
+        guarded("telemetry", self._telemetry.observe, event, self._machine.memory, commands)
         guarded("calibration", self._calibrations.observe, self._machine.memory, event, commands)
         if self._tracking is not None:
             guarded("tracking", self._tracking.observe, event, commands)

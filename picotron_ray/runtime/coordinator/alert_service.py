@@ -83,11 +83,16 @@ class AlertService:
         self._news.set()
 
     def asked(self) -> list[RuleFinding]:
-        """Return the events that findings ask for, once each."""
+        """Return the events that findings ask for, each once; those that are not obeyed come again."""
         found = []
         while self._asked:
             found.append(self._asked.popleft())
         return found
+
+    def obeyed(self, rule: str) -> None:
+        """Hear that something was done on what a rule found."""
+        with self._lock:
+            self._book.obeyed(rule)
 
     def finish(self, patience_s: float) -> None:
         """Judge and send what waits, for up to so long."""
@@ -152,9 +157,11 @@ class AlertService:
             return members[rank].node if rank < len(members) else ""
 
         with self._lock:
-            found = self._book.observe(window, node_of)
+            found, again = self._book.observe(window, node_of), self._book.again
         for each in found:
             self._tell(each)
+        for each in again:
+            self._ask(each)
 
     def _tell(self, found: AlertFinding) -> None:
         level = "info" if found.resolved or found.silenced else LEVELS[found.severity]
@@ -163,10 +170,13 @@ class AlertService:
         for sink in self._sinks:
             sink.send(found)
         if found.act and not found.resolved:
-            term, n = (int(part) for part in found.generation.split("."))
-            act = cast(RuleAct, found.act)
-            asked = RuleFinding(GenerationId(term, n), found.rule, act, found.step, found.node, found.said)
-            self._asked.append(asked)
+            self._ask(found)
+
+    def _ask(self, found: AlertFinding) -> None:
+        term, n = (int(part) for part in found.generation.split("."))
+        act = cast(RuleAct, found.act)
+        asked = RuleFinding(GenerationId(term, n), found.rule, act, found.step, found.node, found.said)
+        self._asked.append(asked)
 
 
 def _silence_of(config: AlertSilenceConfig) -> Silence:

@@ -19,14 +19,17 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.telemetry import AXES, STEP_PHASES
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import (
+    Alert,
     Appended,
     Begin,
+    Command,
     Event,
     GenerationSpec,
     Measured,
     RuleFinding,
     RunFigures,
 )
+from picotron_ray.coordinator.rule_findings import RULE_ACT
 from picotron_ray.observability.rank_table import RankTable
 from picotron_ray.observability.windows import (
     Samples,
@@ -236,13 +239,19 @@ class RunTelemetry:
         self.listeners.append(archive.add)
         return self
 
-    def observe(self, event: Event, memory: MachineMemory | None = None) -> None:
-        """Follow the machine: a term begins, and commits bring windows to storage.
+    def observe(
+        self, event: Event, memory: MachineMemory | None = None, commands: Sequence[Command] = ()
+    ) -> None:
+        """Follow the machine: a term begins, commits bring windows to storage, and findings are answered.
 
         Args:
             memory: of the machine, which knows the devices; None: MFU is not told.
+            commands: that the event led to.
         """
         self._memory = memory
+        for each in commands:
+            if isinstance(each, Alert) and each.kind == RULE_ACT and each.data["done"] and self.alerts:
+                self.alerts.obeyed(each.data["rule"])
         archive = self._archive
         if archive is None:
             return

@@ -223,6 +223,41 @@ def test_what_is_silenced_is_noted_and_asks_for_nothing() -> None:
     assert every.until("disk", disk_used_ratio=0.99)[1].silenced
 
 
+def test_what_still_fires_when_its_silence_ends_is_told_and_asks() -> None:
+    run = Run(silences=(Silence("disk", 1000.0),), act=[{"rule": "disk", "do": "snapshot"}])
+    found = [each for _ in range(200) for each in run.window(disk_used_ratio=0.99)]
+    assert [(each.at_s, each.silenced, each.act) for each in found] == [
+        (10.0, True, ""), (1000.0, False, "snapshot")
+    ]  # fmt: skip
+    assert [each.rule for _ in range(2) for each in run.window() if each.resolved] == ["disk"]
+
+
+def test_what_is_not_obeyed_is_asked_again_ever_more_seldom_and_in_each_generation() -> None:
+    run = Run(act=[{"rule": "disk", "do": "snapshot"}])
+
+    def asked(windows: int) -> list[tuple[float, str, int]]:
+        found = []
+        for _ in range(windows):
+            assert run.window(disk_used_ratio=0.99) == [], "it is not told again"
+            found += [(each.at_s, each.generation, each.step) for each in run.book.again]
+        return found
+
+    run.window(disk_used_ratio=0.99)
+    assert asked(100) == [(130.0, "1.1", 100), (370.0, "1.1", 100), (850.0, "1.1", 100)]
+    run.generation = 2
+    assert asked(30) == [(1020.0, "1.2", 10200), (1140.0, "1.2", 10200)]
+    run.book.silence(Silence("disk", 1500.0), run.at_s)
+    assert [at for at, *_ in asked(40)] == [1500.0]
+    run.book.obeyed("leak")
+    assert len(asked(1000)) in (3, 4), "within an hour each"
+    run.book.obeyed("disk")
+    assert asked(1000) == []
+    run.window()
+    run.window()
+    assert run.until("disk", disk_used_ratio=0.99)[0] == 1
+    assert len(asked(20)) == 1, "another finding"
+
+
 def test_a_rule_that_comes_and_goes_is_told_a_few_times_an_hour() -> None:
     run = Run()
     told = 0

@@ -11,6 +11,7 @@ import pytest
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.rule_findings import RULE_ACT
 from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.rank_table import SlowRank
 from picotron_ray.observability.windows import TelemetryWindow
@@ -80,6 +81,31 @@ def test_a_finding_is_an_event_and_asks_for_what_the_config_says() -> None:
     status = made.status()
     assert (status["firing"], len(status["resolved"])) == ([], 1)
     assert "over: straggler" in "\n".join(alert_lines({"run": "x", **status}, True))
+    made.finish(1.0)
+
+
+def test_a_finding_asks_again_until_the_machine_has_done_something(tmp_path: Path) -> None:
+    job = JobConfig.model_validate({"alerts": ACT, "storage": {"url": str(tmp_path)}})
+    run = open_telemetry(job, RunRecord(job), lambda: True, "cpu")
+    made = run.alerts
+    assert made is not None
+    made.spec = spec_of(4)
+    slow = (SlowRank(2, 0.2, 1.8, "forward", 0.1),)
+
+    def asked(seconds: int) -> list[m.RuleFinding]:
+        fed(made, *(window(seconds + n, slow, straggler_ratio=1.8) for n in range(5)))
+        return made.asked()
+
+    def answer(done: bool) -> None:
+        data = {"rule": "straggler", "act": "quarantine", "done": done, "step": 1, "why": "room"}
+        run.observe(m.Tick(), None, [m.Alert("info", "", RULE_ACT, data)])
+
+    (first,) = asked(0)
+    answer(False)
+    assert asked(100) == []
+    assert asked(200) == [first]
+    answer(True)
+    assert asked(1000) == []
     made.finish(1.0)
 
 

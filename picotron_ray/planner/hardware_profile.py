@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from picotron_ray.errors import ConfigError
-from picotron_ray.planner.device_profile import DeviceProfile, PassCost
+from picotron_ray.planner.device_profile import HALF_A_SUM, DeviceProfile, PassCost
 from picotron_ray.planner.software_profile import OURS, SoftwareProfile
 
 LinkClass = Literal["loopback", "nvlink", "pcie", "cross_node"]
@@ -177,8 +177,8 @@ class HardwareProfile(_Frozen):
             matmul_half=max(half, 1e-9),
             attention_flops=median(point.forward_flops_s for point in attention) if attention else 0.0,
             attention_backward_flops=median(p.backward_flops_s for p in attention) if attention else 0.0,
-            gather=self._against_sums("all_gather", not inside),
-            scatter=self._against_sums("reduce_scatter", not inside),
+            gather=self._against_sums("all_gather", inside is not None),
+            scatter=self._against_sums("reduce_scatter", inside is not None),
             software=OURS if self.device == "cuda" else CPU_SOFTWARE,
         )
 
@@ -190,11 +190,11 @@ class HardwareProfile(_Frozen):
             if point.kind == kind and (point.link != "cross_node") is inside
         ]
 
-    def _against_sums(self, kind: CollectiveKind, between: bool) -> PassCost:
+    def _against_sums(self, kind: CollectiveKind, inside: bool) -> PassCost:
         """Cost of a kind against half an all-reduce's; as much where it was not timed."""
-        sums, found = (link_fit(self._timed(each, not between)) for each in ("all_reduce", kind))
+        sums, found = (link_fit(self._timed(each, inside)) for each in ("all_reduce", kind))
         if sums is None or found is None:
-            return PassCost()
+            return HALF_A_SUM
         latency = found[1] / sums[1] if sums[1] > LEAST_LATENCY_S else 1.0
         return PassCost(sums[0] / found[0], latency)
 

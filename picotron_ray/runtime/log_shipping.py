@@ -18,8 +18,8 @@ from pathlib import Path
 
 import zstandard
 
-from picotron_ray.checkpoint.storage.base import Storage
-from picotron_ray.errors import PicotronError
+from picotron_ray.checkpoint.storage.base import Storage, get_bounded
+from picotron_ray.errors import CorruptError, PicotronError
 from picotron_ray.observability.logs.store import newest_lines
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
 
@@ -55,11 +55,10 @@ def stored_lines(storage: Storage) -> dict[str, list[bytes]]:
     """Lines that storage has of a run, by key. Raises StorageError: it does not answer."""
     found = {}
     for entry in storage.list(PREFIX):
-        data = storage.get(entry.key) if entry.size <= MOST_BYTES else b""
         try:
-            reader = zstandard.ZstdDecompressor().stream_reader(data)
+            reader = zstandard.ZstdDecompressor().stream_reader(get_bounded(storage, entry.key, MOST_BYTES))
             text = reader.read(2 * MOST_BYTES)  # whatever size it says itself
-        except zstandard.ZstdError as error:
+        except (zstandard.ZstdError, CorruptError) as error:
             log.warning("%s cannot be read: %s", entry.key, error)
             continue
         found[entry.key] = text.splitlines(keepends=True)

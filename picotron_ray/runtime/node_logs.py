@@ -53,11 +53,12 @@ class NodeLogs:
     def read(self, query: Query, cursor: Cursor, most_bytes: int) -> LogPage:
         """Answer a query; what was written until now is there.
 
-        Where the disk does not answer, few calls wait for it, and others are told nothing new: the process
-        has but so many threads to answer with.
+        Raises:
+            TimeoutError: the disk does not answer. Few calls wait for it: the process has but so many threads
+                to answer with.
         """
         if not self._readers.acquire(timeout=WAIT_S):
-            return LogPage((), cursor, False)
+            raise TimeoutError("the disk that has its lines does not answer")
         try:
             self._keeper.look(WAIT_S)
             return read_page(self._folder, query, cursor, most_bytes)

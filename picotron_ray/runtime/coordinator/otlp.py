@@ -23,20 +23,34 @@ def traces_url(endpoint: str) -> str:
     return endpoint if endpoint.rstrip("/").endswith(TRACES) else endpoint.rstrip("/") + TRACES
 
 
-def open_exporter(job: JobConfig) -> Callable[[Sequence[RunSpan]], bool]:
-    """Return what sends spans of a run and tells whether they were taken; it may take `TIMEOUT_S`."""
+class _Newest(logging.Handler):
+    """Handler that keeps the newest line: the SDK tells why it failed in its log alone, each time."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+def open_exporter(job: JobConfig) -> Callable[[Sequence[RunSpan]], str]:
+    """Return what sends spans of a run, and returns why they were not taken; it may take `TIMEOUT_S`."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the run's record says it, once
+    newest, theirs = _Newest(), logging.getLogger("opentelemetry")
+    theirs.addHandler(newest)
+    theirs.propagate = False  # the run's record says it, once
     assert job.telemetry.otel.endpoint is not None
     exporter = OTLPSpanExporter(endpoint=traces_url(job.telemetry.otel.endpoint), timeout=TIMEOUT_S)
 
-    def send(spans: Sequence[RunSpan]) -> bool:
+    def send(spans: Sequence[RunSpan]) -> str:
+        newest.text = ""
         try:
-            return exporter.export(sdk_spans(job, spans)) is SpanExportResult.SUCCESS
-        except OSError:
-            return False
+            if exporter.export(sdk_spans(job, spans)) is SpanExportResult.SUCCESS:
+                return ""
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return newest.text or "it was not said why"
 
     return send
 

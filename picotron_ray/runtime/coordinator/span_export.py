@@ -36,8 +36,9 @@ END_S = 10.0
 SETTLED_S = 5.0
 """After a recovery its repeated steps are counted for so long."""
 NO_EVENT = 2**62
-Exporter = Callable[[Sequence[RunSpan]], bool]
-"""Sends spans; tells whether the collector took them."""
+Exporter = Callable[[Sequence[RunSpan]], str]
+"""Sends spans; returns why the collector did not take them, "" where it did."""
+MOST_WHY = 200
 
 
 class SpanExport:
@@ -157,9 +158,9 @@ class SpanExport:
                 batch = [self._waiting[at] for at in range(min(MOST_AT_ONCE, len(self._waiting)))]
             if not batch:
                 return
-            taken = self._send(batch)
-            self._said(taken)
-            if not taken:
+            why = self._send(batch)
+            self._said(why)
+            if why:
                 return
             with self._lock:
                 for span in batch:
@@ -167,15 +168,16 @@ class SpanExport:
                         self._waiting.popleft()
                 self.sent += len(batch)
 
-    def _said(self, taken: bool) -> None:
-        """Tell once that the collector does not take spans, and when it does again."""
-        if taken is not self._failing:
+    def _said(self, why: str) -> None:
+        """Tell once that the collector does not take spans and why, and when it does again."""
+        if bool(why) is self._failing:
             return
-        self._failing = not taken
-        if taken:
+        self._failing = bool(why)
+        if not why:
             self._record.note(
                 "info", "otel", f"OpenTelemetry: spans are taken again; {self.dropped} were lost"
             )
         else:
-            text = "OpenTelemetry: the collector takes no spans; the newest wait, the run goes on"
+            why = " ".join(why.split())[:MOST_WHY]
+            text = f"OpenTelemetry: the collector takes no spans ({why}); the newest wait, the run goes on"
             self._record.note("warning", "otel", text)

@@ -19,9 +19,9 @@ from picotron_ray.observability.logs.store import tail
 from picotron_ray.observability.nvml import Gpus
 from picotron_ray.observability.redaction import HIDDEN, is_secret_name
 from picotron_ray.runtime.coordinator.event_log import files
-from picotron_ray.runtime.driver import control, ended_run, find_stored, follow_run, run_logs
+from picotron_ray.runtime.driver import control, ended_run, find_stored, follow_run, run_agents, run_logs
 from picotron_ray.runtime.ray_cluster.host_memory import host_bytes
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, event_folder
+from picotron_ray.runtime.ray_cluster.names import event_folder
 
 NEWEST_ENTRIES = 200
 """Entries of the run's log in storage, and events of the coordinator's log."""
@@ -142,19 +142,7 @@ class BundleSource:
         """Stacks and collectives of all ranks as they are now; of a run that goes on."""
         if self._coordinator is None:
             return None
-        import ray
-        from ray.util import list_named_actors
-
-        seen = self._seen()
-        if not seen.get("generation"):
-            return None
-        term, n = map(int, seen["generation"].split("."))
-        prefix = agent_name(self.run, "")
-        named = [each["name"] for each in list_named_actors(True) if each["namespace"] == NAMESPACE]
-        agents = [ray.get_actor(name, NAMESPACE) for name in named if name.startswith(prefix)]
-        asked: list[Any] = [agent.evidence.remote(seen["term"], (term, n), STACK_BYTES) for agent in agents]
-        done: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)[0] if asked else []
-        return [entry for answer in done for entry in ray.get(answer)]
+        return run_agents.ask_evidence(self.run, self._seen(), STACK_BYTES) or None
 
     def evidence(self) -> Any:
         """Stacks that were taken of hangs."""

@@ -12,11 +12,9 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
 from picotron_ray.debug.rank_record import RankRecord, read_rank
 from picotron_ray.errors import ConfigError, NotFoundError
-from picotron_ray.runtime.driver import control, find_stored, follow_run
+from picotron_ray.runtime.driver import find_stored, run_agents
 from picotron_ray.runtime.node_agent.evidence import STOPPED
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 
-ANSWER_S = 15.0
 A_RANK_BYTES = 512 << 10
 MOST_BYTES = 128 << 20
 """Of all ranks' answers together."""
@@ -36,12 +34,7 @@ def verdict(run: str, kept: bool = False) -> dict[str, Any]:
         ConfigError: no run of that name goes on; or nothing was kept.
         LostRunError: its coordinator does not answer.
     """
-    coordinator, _ = control.connect_to_run(run)
-    seen = follow_run.poll(coordinator, follow_run.ALL_SEEN)
-    if seen is None:
-        raise follow_run.LostRunError(
-            f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`"
-        )
+    coordinator, seen = run_agents.connected(run)
     if seen["done"]:
         raise ConfigError(f"run: {run!r} is over: no rank of it can be asked (`picotron-ray report {run}`)")
     entries = [] if kept else _asked(run, seen)
@@ -89,32 +82,9 @@ def _asked(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def ask_agents(run: str, seen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask the agents of a run where its ranks are: an entry for each, and for a node that is silent."""
-    import ray
-    from ray.exceptions import RayError
-    from ray.util import list_named_actors
-
-    if not seen.get("generation"):
-        return []
-    term, n = map(int, seen["generation"].split("."))
+    """Ask the agents of a run where its ranks are; nothing where none tells of a rank."""
     most = min(A_RANK_BYTES, MOST_BYTES // max(1, len(seen["members"])))
-    prefix = agent_name(run, "")
-    named = [
-        each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
-    ]
-    asked: dict[Any, str] = {}
-    for name in named:
-        if name.startswith(prefix):
-            agent = ray.get_actor(name, NAMESPACE)
-            asked[agent.evidence.remote(seen["term"], (term, n), most)] = name.removeprefix(prefix)
-    if asked:
-        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-    found: list[dict[str, Any]] = []
-    for reference, node in asked.items():
-        try:
-            found += [{"node": node, **entry} for entry in ray.get(reference, timeout=0)]
-        except RayError as error:
-            found.append({"node": node, "problem": f"{type(error).__name__}: {error}"[:500]})
+    found = run_agents.ask_evidence(run, seen, most)
     return found if any("rank" in entry for entry in found) else []
 
 
@@ -122,7 +92,7 @@ def _kept(run: str, coordinator: Any, name: str) -> dict[str, Any]:
     """Read what was kept of a failure; it may be on its way to storage yet."""
     import ray
 
-    job = JobConfig.model_validate(ray.get(coordinator.config.remote(), timeout=ANSWER_S))
+    job = JobConfig.model_validate(ray.get(coordinator.config.remote(), timeout=run_agents.ANSWER_S))
     storage = find_stored.storage_of(job)
     deadline = time.monotonic() + PLACES_S
     while True:

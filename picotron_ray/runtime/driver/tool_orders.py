@@ -10,7 +10,7 @@ from typing import Any
 
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import control, follow_run
+from picotron_ray.runtime.driver import follow_run, run_agents
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 
 ANSWER_S = 45.0
@@ -28,12 +28,7 @@ class RunTools:
             ConfigError: no run of that name goes on, or it is not training now.
         """
         self.run = run
-        coordinator, _ = control.connect_to_run(run)
-        status = follow_run.poll(coordinator, follow_run.ALL_SEEN)
-        if status is None:
-            raise follow_run.LostRunError(
-                f"the coordinator of run {run} does not answer; see `picotron-ray logs {run}`"
-            )
+        _, status = run_agents.connected(run)
         if status["done"]:
             raise ConfigError(f"run: {run!r} is over; there are no steps to look at")
         self.status = status
@@ -49,7 +44,7 @@ class RunTools:
             raise ConfigError(
                 f"run: {self.run!r} is {self.status['state']}; `picotron-ray resume {self.run}` ends that"
             )
-        told = self._call(dict.fromkeys(self._all_agents(), ("generation",)))
+        told = self._call(dict.fromkeys(run_agents.agent_nodes(self.run), ("generation",)))
         newest = self.status["generation"]
         spec = next((spec for spec in told.values() if spec is not None and str(spec.id) == newest), None)
         phases = [
@@ -65,14 +60,6 @@ class RunTools:
                 f" while (`picotron-ray status {self.run}`)"
             )
         return spec
-
-    def _all_agents(self) -> Iterator[str]:
-        from ray.util import list_named_actors
-
-        prefix = agent_name(self.run, "")
-        for entry in list_named_actors(all_namespaces=True):
-            if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
-                yield entry["name"].removeprefix(prefix)
 
     def _agent(self, node: str) -> Any:
         import ray

@@ -77,10 +77,10 @@ class Collector:
         self.spans: list[RunSpan] = []
         self.away = False
 
-    def __call__(self, spans: Sequence[RunSpan]) -> bool:
+    def __call__(self, spans: Sequence[RunSpan]) -> str:
         if not self.away:
             self.spans += spans
-        return not self.away
+        return "connection refused" if self.away else ""
 
 
 def generation(n: int) -> m.RunGeneration:
@@ -134,6 +134,7 @@ def test_a_collector_that_is_away_loses_the_oldest_and_is_told_of_once(
     assert [span.key for span in collector.spans[:2]] == ["generation 1.13", "generation 1.14"]
     told = [event["text"] for event in record.status(0)["events"] if event["kind"] == "otel"]
     assert len(told) == 2
+    assert "takes no spans (connection refused)" in told[0]
     assert "12 were lost" in told[1]
 
 
@@ -143,12 +144,13 @@ def test_the_protocol_carries_them() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     taken: list[ExportTraceServiceRequest] = []
+    answers = [200]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             taken.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.send_response(answers[0] if self.path == "/v1/traces" else 404)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -159,7 +161,10 @@ def test_the_protocol_carries_them() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         job = job_with(f"http://127.0.0.1:{server.server_address[1]}")
-        assert open_exporter(job)(recovery_spans(1000.0, 0, FAILURE))
+        send = open_exporter(job)
+        assert send(recovery_spans(1000.0, 0, FAILURE)) == ""
+        answers[0] = 401
+        assert "401" in send(recovery_spans(1000.0, 0, FAILURE)), "why is told"
     finally:
         server.shutdown()
         server.server_close()

@@ -19,7 +19,7 @@ from picotron_ray.planner.best_first import BestFirst, kind_of
 from picotron_ray.planner.candidates import candidates
 from picotron_ray.planner.cost import sharing_s, step_cost
 from picotron_ray.planner.datasheet import GPU, profile_of
-from picotron_ray.planner.device_profile import DeviceProfile
+from picotron_ray.planner.device_profile import HALF_A_SUM, DeviceProfile, PassCost
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.memory import budget_bytes, memory_estimate
 from picotron_ray.planner.plan import plan
@@ -80,6 +80,8 @@ def test_one_in_thirty_candidates_of_70b_on_256_cards_is_costed() -> None:
     nodes=st.booleans(),
     half=st.sampled_from([0.0, 64.0]),
     crowd=st.sampled_from([1.0, 1.5, 4.0]),
+    gather=st.sampled_from([HALF_A_SUM, PassCost(2.0, 2.0), PassCost(0.5, 3.0)]),
+    scatter=st.sampled_from([HALF_A_SUM, PassCost(3.0, 0.5)]),
     more=st.sampled_from(
         [
             {},
@@ -102,6 +104,8 @@ def test_the_two_best_are_those_of_an_exhaustive_search(
     nodes: bool,
     half: float,
     crowd: float,
+    gather: PassCost,
+    scatter: PassCost,
     more: dict[str, Any],
 ) -> None:
     moe = {"moe": {"experts": experts, "intermediate_size": 64}} if experts else {}
@@ -112,7 +116,7 @@ def test_the_two_best_are_those_of_an_exhaustive_search(
     profile = DeviceProfile(
         5e9, tight * whole, 1e9, 1e-4, node_link_bytes_s=1e8, kernel_s=1e-4, matmul_half=half,
         attention_flops=5e9 if half else 0.0, attention_backward_flops=4e9 if half else 0.0,
-        software=OURS if half else PLAIN, crowd=crowd,
+        software=OURS if half else PLAIN, crowd=crowd, gather=gather, scatter=scatter,
     )  # fmt: skip
     sizes = (workers - workers // 2, workers // 2) if nodes and workers > 1 else ()
     expected = exhaustive(job, workers, sizes, profile)[:2]

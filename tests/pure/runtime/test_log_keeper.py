@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.errors import StorageUnavailableError
@@ -225,3 +226,15 @@ def test_no_more_than_a_mebibyte_of_a_worker_is_sent(
     (lines,) = stored_lines(storage).values()
     assert sum(map(len, lines)) <= 2000
     assert texts(lines)[-1] == "line 99"
+
+
+def test_what_storage_holds_of_lines_is_read_within_bounds(tmp_path: Path) -> None:
+    """An object of 19 KB took 1.2 GiB: the frame itself says how much there is to come."""
+    storage = LocalStorage(str(tmp_path), RUN)
+    line = b'{"seq": 1}\n'
+    storage.put("logs/nodes/a.jsonl.zst", zstandard.ZstdCompressor().compress(line))
+    storage.put("logs/nodes/b.jsonl.zst", zstandard.ZstdCompressor().compress(bytes(64 << 20)))
+    storage.put("logs/nodes/c.jsonl.zst", os.urandom((1 << 20) + 1))
+    found = stored_lines(storage)
+    assert found.pop("logs/nodes/a.jsonl.zst") == [line]
+    assert [sum(map(len, lines)) for lines in found.values()] == [2 << 20], "the third is no object of ours"

@@ -10,7 +10,7 @@ import pytest
 
 from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import follow_run
+from picotron_ray.runtime.driver import follow_run, run_agents
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
 PAGES = {
@@ -28,9 +28,10 @@ def running(told: Mapping[str, Any], pages: Mapping[str, Any] = PAGES, state: st
     tools = RunTools.__new__(RunTools)
     tools.run = "night"
     tools.status = {"pages": dict(pages), "generation": "1.2", "state": state}
-    tools._all_agents = lambda: iter(told)  # type: ignore[method-assign]
     tools._call = lambda calls: {node: told[node] for node in calls if node in told}  # type: ignore[method-assign]
-    return tools._running_spec()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_agents, "agent_nodes", lambda run: list(told))
+        return tools._running_spec()
 
 
 def test_idle_workers_and_nodes_that_were_left_out_say_nothing_of_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -140,3 +141,36 @@ def trace(
         for one in found:
             left = f", {one['left_out']} left out" if one["left_out"] else ""
             print(f"rank {one['rank']}: {one['events']} events{left}: {one['file']}")
+
+
+def attach(
+    run: Run,
+    rank: Annotated[str, typer.Option(metavar="RANK", help="whose process is looked at")] = "0",
+    port: Annotated[int, typer.Option(help="for the IDE, on this machine's loopback; 0: any")] = 5678,
+    timeout_s: Annotated[
+        float, typer.Option(help="longest stop of the rank, which then goes on alone")
+    ] = 240.0,
+    as_json: AsJson = False,
+) -> None:
+    """Attach an IDE's debugger (debugpy) to a rank of a run whose config has debug.attach=true.
+
+    Nothing listens where the rank is. Other ranks wait for it up to --timeout-s. The IDE may detach and come
+    again until the command is interrupted.
+
+    Example: picotron-ray debug attach quickstart --rank 3
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver import attach_debugger
+
+        say = partial(print, file=sys.stderr, flush=True)
+
+        def told(client: int) -> None:
+            address = f"{attach_debugger.HOST}:{client}"
+            ready = f"attach the IDE to {address} (request attach, justMyCode false)"
+            print(json.dumps({"address": address}) if as_json else ready, flush=True)
+
+        try:
+            why = attach_debugger.attach(run, rank, port, timeout_s, say, told)
+        except KeyboardInterrupt:
+            why = "it was interrupted"
+        say(f"rank {rank}: {why}; the run goes on")

@@ -38,7 +38,9 @@ PATIENT = 32
 """Flag: a tool slows some rank's steps down, and nobody is to judge their length."""
 HOLD = 64
 """Flag: stay at the boundary after this step until no rank raises it any more."""
-TOOLS = GO | PATIENT | HOLD
+DEBUGGED = 128
+"""Flag: a debugger is attached to some rank, which may stand still for minutes."""
+TOOLS = GO | PATIENT | HOLD | DEBUGGED
 
 RECORD = np.dtype(
     [

@@ -32,3 +32,9 @@ class DebugConfig(Section):
         description="steps between comparisons of what several ranks hold alike (weights and moments, bit by"
         " bit), which find silent corruption; best a divisor of checkpoint.interval_steps; 0: none",
     )
+
+    attach: bool = Field(
+        default=False,
+        description="whether `picotron-ray debug NAME attach` may attach debugpy to a rank: whoever may give"
+        " the run orders can then run any code in it",
+    )

@@ -96,7 +96,26 @@ class RunTools:
         """Ranks of the run."""
         return len(self.spec.members)
 
-    def ranks(self, text: str, default: Sequence[int]) -> tuple[int, ...]:
+    @property
+    def identity(self) -> tuple[int, tuple[int, int]]:
+        """(term, generation), as agents and workers are called with."""
+        return self.spec.id.term, (self.spec.id.term, self.spec.id.n)
+
+    def at_rank(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the agent of a rank's node.
+
+        Raises:
+            LostRunError: it does not answer.
+        """
+        node = self.spec.members[rank].node
+        found = self._call({node: (method, *arguments)})
+        if node not in found:
+            raise follow_run.LostRunError(
+                f"rank {rank}: the agent of node {node[:8]} does not answer; ask again"
+            )
+        return found[node]
+
+    def ranks(self, text: str, default: Sequence[int], option: str = "--ranks") -> tuple[int, ...]:
         """Ranks that a person names with commas between them, or ``all``.
 
         Raises:
@@ -110,7 +129,7 @@ class RunTools:
         bad = next((word for word in words if not word.isdigit() or int(word) >= self.world_size), None)
         if bad is not None:
             raise ConfigError(
-                f"--ranks: saw {bad!r}, expected ranks from 0 to {self.world_size - 1} with commas between,"
+                f"{option}: saw {bad!r}, expected ranks from 0 to {self.world_size - 1} with commas between,"
                 " or all"
             )
         return tuple(sorted(set(map(int, words))))
@@ -121,10 +140,7 @@ class RunTools:
         for rank, order in orders.items():
             member = self.spec.members[rank]
             by_node.setdefault(member.node, {})[member.worker] = order
-        identity = (self.spec.id.term, self.spec.id.n)
-        said = self._call(
-            {node: ("tools", self.spec.id.term, identity, own) for node, own in by_node.items()}
-        )
+        said = self._call({node: ("tools", *self.identity, own) for node, own in by_node.items()})
         found: Answers = {}
         for rank in orders:
             member = self.spec.members[rank]
@@ -156,11 +172,7 @@ class RunTools:
         """
         member, offset = self.spec.members[rank], 0
         while True:
-            page = self._call({member.node: ("recording", member.worker, offset)}).get(member.node)
-            if page is None:
-                raise follow_run.LostRunError(
-                    f"rank {rank}: the agent of node {member.node[:8]} does not answer; ask again"
-                )
+            page = self.at_rank(rank, "recording", member.worker, offset)
             if not page:
                 return
             offset += len(page)

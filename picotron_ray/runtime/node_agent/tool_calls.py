@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from picotron_ray.coordinator.messages import GenerationSpec
+from picotron_ray.runtime.node_agent.debugger_calls import DebuggerCalls
 from picotron_ray.runtime.ray_cluster.names import ledger_folder
 from picotron_ray.runtime.worker.tool_names import SUFFIX
 
@@ -20,7 +21,7 @@ ANSWER_S = 30.0
 PAGE_BYTES = 4 << 20
 
 
-class ToolCalls:
+class ToolCalls(DebuggerCalls):
     """Part of the agent's actor, which runs its methods on threads of their own."""
 
     _folder: Path

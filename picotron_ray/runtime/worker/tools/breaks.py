@@ -109,6 +109,16 @@ class Breaks:
         was, self.hit = self.hit, None
         return was is not None
 
+    def refuse_lines(self, why: str) -> None:
+        """Refuse what cannot be beside a watched line.
+
+        Raises:
+            ConfigError: ``why``: there is one.
+        """
+        with self._lock:
+            if self._files:
+                raise ConfigError(why)
+
     def plain(self) -> list[dict[str, Any]]:
         """All of them, as JSON values."""
         with self._lock:

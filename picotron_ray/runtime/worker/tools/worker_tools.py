@@ -9,6 +9,7 @@ them up at the next boundary. There, flags of the step's exchange say what conce
 - ``HOLD``: a breakpoint was hit, or a recording is to be saved. All ranks stay at the boundary in the phase
   ``hold``, in which nothing counts as a hang for ``HOLD_S``, and exchange flags until none of them says
   ``HOLD``. So they leave after the same exchange. A request to stop the run ends it too.
+- ``DEBUGGED``: a debugger is attached to some rank. Any phase may take ``debugger.LIMIT_S``.
 
 Without any of that a boundary costs a comparison.
 """
@@ -27,16 +28,19 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.data.dataset import DataSplits
+from picotron_ray.debug.breakpoints import Breakpoint
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.tool_names import SUFFIX
 from picotron_ray.runtime.worker.tools.breaks import Breaks
+from picotron_ray.runtime.worker.tools.debugger import LIMIT_S as DEBUGGED_S
+from picotron_ray.runtime.worker.tools.debugger import Debugger
 from picotron_ray.runtime.worker.tools.looks import look
 from picotron_ray.runtime.worker.tools.profiler import OnPhase
 from picotron_ray.runtime.worker.tools.recordings import recording_of
 from picotron_ray.runtime.worker.tools.window import RecordedSteps, WindowedTool
 from picotron_ray.train.engine import Engine
-from picotron_ray.train.step_sync import GO, HOLD, PATIENT, STOP
+from picotron_ray.train.step_sync import DEBUGGED, GO, HOLD, PATIENT, STOP
 from picotron_ray.train.step_tools import FlagsOfAll, StepTools
 
 HOLD_S = 600.0
@@ -89,6 +93,7 @@ class WorkerTools(StepTools):
         self._place: ToolPlace | None = None
         self._breaks: Breaks | None = None
         self._tool: WindowedTool | None = None
+        self._debugger = Debugger(job.debug.attach)
         self._listeners: dict[str, OnPhase] = {}
         self._plain_on_phase: OnPhase | None = None
         self._held_step = 0  # > 0: all ranks stay after this step
@@ -119,6 +124,8 @@ class WorkerTools(StepTools):
     def begin(self, step: int) -> None:
         """Hear that a step begins."""
         tool, place = self._tool, self._place
+        if place is not None and self._debugger.attached:
+            place.requests.add(DEBUGGED)
         if tool is None or place is None or tool.state != "running":
             return
         tool.begin(step)
@@ -135,24 +142,29 @@ class WorkerTools(StepTools):
             breaks.install()
             self._listen("breaks", breaks.on_phase)
         if flags & HOLD:
-            self._hold(step, flags_of_all)
+            flags |= self._hold(step, flags_of_all) & DEBUGGED
         patient = flags & (GO | PATIENT)
         page.least_limit_s = self._job.elastic.first_step_timeout_s if patient else 0.0
+        if flags & DEBUGGED:
+            page.least_limit_s = max(page.least_limit_s, DEBUGGED_S)
+            self._debugger.heard()
 
-    def _hold(self, step: int, flags_of_all: FlagsOfAll) -> None:
-        """Stay until no rank wants to, or the run is to stop."""
+    def _hold(self, step: int, flags_of_all: FlagsOfAll) -> int:
+        """Stay until no rank wants to, or the run is to stop; returns the last exchange's flags."""
         place, tool = self._place, self._tool
         assert place is not None
         self._held_step, rounds = step, 0
         while True:
             self._page.phase("hold", HOLD_S)
-            if self._wants():
-                place.requests.add(HOLD)
+            wanted = (HOLD if self._wants() else 0) | (DEBUGGED if self._debugger.attached else 0)
+            place.requests.add(wanted)
             began_ns = time.time_ns()
             flags = flags_of_all()
             if tool is not None and tool.state == "stopped":
                 tool.rounds.append((began_ns, time.time_ns()))
             rounds += 1
+            if flags & DEBUGGED:
+                self._debugger.heard()
             if not flags & HOLD or flags & STOP:
                 break
             self._open = True
@@ -163,6 +175,7 @@ class WorkerTools(StepTools):
         self._held_step, self._open = 0, False
         if self._breaks is not None:
             self._breaks.go_on()
+        return flags
 
     def _wants(self) -> bool:
         """Whether this rank wants all to stay; where it does not, no look begins until others do."""
@@ -212,7 +225,12 @@ class WorkerTools(StepTools):
         if what in ("state", "drop", "go"):
             return self._of_tool(what, order["key"], place)
         if what == "break":
-            return {"break": breaks.add(order["break"])}
+            return {"break": self._add_break(order["break"], breaks)}
+        if what == "attach":
+            breaks.refuse_lines(
+                "attach: a breakpoint watches a line; `rm` it first: the debugger has its own"
+            )
+            return self._debugger.attach(order["port"])
         if what in ("enable", "disable", "rm"):
             return breaks.change(order["number"], what)
         if what == "continue":
@@ -223,6 +241,11 @@ class WorkerTools(StepTools):
         if what == "inspect":
             return self._inspect(order, place, breaks)
         raise ConfigError(f"order: saw {what!r}, which this version of the package does not know")
+
+    def _add_break(self, data: Mapping[str, Any], breaks: Breaks) -> dict[str, Any]:
+        if self._debugger.attached and not Breakpoint.read(data).phase:
+            raise ConfigError("break: a debugger is attached to this rank; it has breakpoints of its own")
+        return breaks.add(data)
 
     @staticmethod
     def _hit(breaks: Breaks) -> dict[str, Any] | None:

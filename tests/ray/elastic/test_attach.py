@@ -76,7 +76,7 @@ def test_a_rank_is_held_by_a_debugger_and_no_loss_changes(
     assert not watched.look()["failures"]
     thread.join(1)
     assert thread.is_alive(), "an IDE may come again"
-    ide.ask("disconnect", terminateDebuggee=False)
+    ide.leave()
     watched.finish()
     thread.join(90)
     assert over, "its end is the run's"
@@ -103,3 +103,4 @@ def check_that_a_stop_ends(watched: Watched, at: tuple[str, int]) -> None:
     thread.join(60)
     print(f"rank 0 went on after {time.monotonic() - began:.1f} s: {over[0]}")
     assert "has stood still for 6 s" in over[0]
+    ide.event("closed")

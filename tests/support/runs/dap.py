@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 ANSWER_S = 60.0
@@ -20,10 +21,15 @@ class Ide:
         self._sent = 0
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._answers: dict[int, queue.Queue[dict[str, Any]]] = defaultdict(queue.Queue)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        file = self._socket.makefile("rb")
+        with self._socket, self._socket.makefile("rb") as file:
+            self._take(file)
+        self._events.put({"event": "closed"})
+
+    def _take(self, file: Any) -> None:
         while line := file.readline():
             size = int(line.split(b":")[1])
             file.readline()
@@ -32,7 +38,6 @@ class Ide:
                 self._answers[message["request_seq"]].put(message)
             elif message["type"] == "event":
                 self._events.put(message)
-        self._events.put({"event": "closed"})
 
     def send(self, command: str, **arguments: Any) -> int:
         """Send a request; returns its number."""
@@ -76,6 +81,13 @@ class Ide:
     def value(self, text: str, frame: int) -> str:
         """Value of an expression in a frame."""
         return str(self.ask("evaluate", expression=text, frameId=frame)["result"])
+
+    def leave(self) -> None:
+        """Detach, and close."""
+        self.ask("disconnect", terminateDebuggee=False)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join(ANSWER_S)
 
     def go_on(self, file: str, thread: int) -> None:
         """Take the breakpoints of a file away, and go on."""

@@ -44,7 +44,7 @@ DAY_S = 86_400.0
 DAY_BYTES = 8 << 20
 BURST_BYTES = 1 << 20
 END_BYTES = 512 << 10
-"""What the end of a run may bring beyond the budget; the next launch begins with that debt."""
+"""What the end of a run may bring beyond the budget, once."""
 _NAME = re.compile(r"segment-(\d+)-(\d{15})-(\d{6})-(\d+)\.zst")
 _DIGEST = 16
 
@@ -78,14 +78,12 @@ class ArchiveSegment:
         events: as the run's status has them.
         replaces: keys of the segments that it was made of.
         left_out: events that were dropped for want of room.
-        budget: bytes that might be put just before it, for the next term; None: not known.
     """
 
     windows: tuple[TelemetryWindow, ...]
     events: tuple[Mapping[str, Any], ...] = ()
     replaces: tuple[str, ...] = ()
     left_out: int = 0
-    budget: float | None = None
 
     @property
     def last_s(self) -> float:
@@ -170,7 +168,6 @@ def encode_segment(segment: ArchiveSegment) -> bytes:
         "events": [_slim_event(event) for event in segment.events],
         "replaces": list(segment.replaces),
         "left_out": segment.left_out,
-        "budget": segment.budget,
     }
     return seal_bytes(json.dumps(value, separators=(",", ":")).encode())
 
@@ -210,8 +207,7 @@ def _read(value: Mapping[str, Any]) -> ArchiveSegment:
         slowest = tuple(SlowRank(*one) for one in value["slowest"][at])
         windows.append(TelemetryWindow(at_s, generation, figures, slowest))
     events = tuple(event for event in value["events"] if isinstance(event["t"], int | float))
-    replaces, left_out = tuple(value["replaces"]), int(value["left_out"])
-    return ArchiveSegment(tuple(windows), events, replaces, left_out, value.get("budget"))
+    return ArchiveSegment(tuple(windows), events, tuple(value["replaces"]), int(value["left_out"]))
 
 
 def _short(value: float | None) -> float | int | None:
@@ -236,17 +232,16 @@ def _slim_event(event: Mapping[str, Any]) -> dict[str, Any]:
 class ArchiveBudget:
     """Bytes that may go to storage: `DAY_BYTES` a day, and `BURST_BYTES` at once.
 
-    So no 24 hours see more than their sum and `END_BYTES`, however often the run is launched: a term that
-    follows another one begins with what that had, and what the time since its last object allows.
+    So no 24 hours see more than their sum. A term that follows another one begins with what the time since
+    the last object allows.
     """
 
-    def __init__(self, now_s: float, last_put_s: float | None = None, left: float = 0.0) -> None:
+    def __init__(self, now_s: float, last_put_s: float | None = None) -> None:
         """
         Args:
             last_put_s: time of the newest object of earlier terms; None: there is none.
-            left: what there was then.
         """
-        self._left, self._at_s = left, now_s if last_put_s is None else min(now_s, last_put_s)
+        self._left, self._at_s = 0.0, now_s if last_put_s is None else min(now_s, last_put_s)
         if last_put_s is None:
             self._left = float(BURST_BYTES)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from picotron_ray.checkpoint.storage.base import Storage, StoredObject, get_bounded
+from picotron_ray.checkpoint.storage.base import Storage, get_bounded
 from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.observability import archive
 from picotron_ray.observability.archive import ArchiveBudget, ArchiveSegment, SegmentName
@@ -79,7 +79,7 @@ class ArchiveWriter:
         _, budget = self._known(now_s)
         if not last and now_s < self._ranks_due_s:
             return
-        data = encode_ranks(table, generation, now_s, budget.left(now_s))
+        data = encode_ranks(table, generation, now_s)
         if budget.left(now_s) < (0 if last else 2 * len(data)):
             return
         self._storage.put(f"{RANKS}{self._term:06d}.zst", data)
@@ -98,21 +98,15 @@ class ArchiveWriter:
             found = {archive.parse_name(one.key) for one in listed}
             names = {name for name in found if name is not None}
             self._number = max([self._number, *(name.number for name in names if name.term == self._term)])
-            self._budget = self._budget or self._taken_over(listed, now_s)
+            self._budget = self._budget or ArchiveBudget(
+                now_s, max((one.mtime_s for one in listed), default=None)
+            )
             gone = archive.leftovers(names)
             if gone and self._is_newest():
                 for name in sorted(gone):
                     self._storage.delete(name.key)
             self._names = names - gone
         return self._names, self._budget
-
-    def _taken_over(self, listed: Sequence[StoredObject], now_s: float) -> ArchiveBudget:
-        """Budget as the newest object of earlier terms tells of it."""
-        newest = max(listed, key=lambda one: (one.mtime_s, one.key), default=None)
-        if newest is None:
-            return ArchiveBudget(now_s)
-        before = _budget_before(self._storage, newest.key)
-        return ArchiveBudget(now_s, newest.mtime_s, 0.0 if before is None else before - newest.size)
 
     def _merge(self, part: list[SegmentName], budget: ArchiveBudget, now_s: float, last: bool) -> bool:
         """Merge segments into one of the next level; False where the budget does not allow it yet."""
@@ -131,7 +125,7 @@ class ArchiveWriter:
         self, level: int, at_ms: int, segment: ArchiveSegment, budget: ArchiveBudget, now_s: float, last: bool
     ) -> bool:
         assert self._names is not None
-        data = archive.encode_segment(replace(segment, budget=round(budget.left(now_s))))
+        data = archive.encode_segment(segment)
         if len(data) > budget.left(now_s) + (archive.END_BYTES if last else 0):
             return False
         self._number += 1
@@ -207,23 +201,6 @@ def _read_segment(storage: Storage, key: str) -> ArchiveSegment | None:
         return None
 
 
-def _budget_before(storage: Storage, key: str) -> float | None:
-    """What might have been put when an object was; None: it does not tell."""
-    if archive.parse_name(key) is not None:
-        segment = _read_segment(storage, key)
-        return None if segment is None else segment.budget
-    try:
-        head = _head_of(archive.unseal_bytes(get_bounded(storage, key, SEGMENT_BYTES)) or b"")
-        budget = head.get("budget")
-    except (NotFoundError, CorruptError, ValueError, AttributeError):
-        return None
-    return float(budget) if isinstance(budget, int | float) else None
-
-
-def _head_of(raw: bytes) -> Any:
-    return json.loads(raw.partition(b"\n")[0])
-
-
 def _newest_ranks(storage: Storage, keys: Iterable[str]) -> tuple[RankTable | None, str]:
     for key in sorted(keys, reverse=True):
         try:
@@ -235,14 +212,9 @@ def _newest_ranks(storage: Storage, keys: Iterable[str]) -> tuple[RankTable | No
     return None, ""
 
 
-def encode_ranks(table: RankTable, generation: str, at_s: float, budget: float | None = None) -> bytes:
-    """Return a table as it is stored: about two bytes a figure, which is then right to 0.4 %.
-
-    Args:
-        budget: as of `ArchiveSegment`.
-    """
-    what = {"generation": generation, "at_s": at_s, "ranks": table.ranks}
-    head = {**what, "columns": list(COLUMNS), "budget": budget}
+def encode_ranks(table: RankTable, generation: str, at_s: float) -> bytes:
+    """Return a table as it is stored: about two bytes a figure, which is then right to 0.4 %."""
+    head = {"generation": generation, "at_s": at_s, "ranks": table.ranks, "columns": list(COLUMNS)}
     cut = table.values.T.copy().view(np.uint32) & _KEPT_BITS
     planes = cut.reshape(-1).view(np.uint8).reshape(-1, 4).T.copy()  # bytes of equal weight side by side
     return archive.seal_bytes(json.dumps(head).encode() + b"\n" + planes.tobytes())

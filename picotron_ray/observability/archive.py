@@ -44,7 +44,7 @@ DAY_S = 86_400.0
 DAY_BYTES = 8 << 20
 BURST_BYTES = 1 << 20
 END_BYTES = 512 << 10
-"""What the end of a run may bring beyond the budget, once."""
+"""Bytes that the end of a run may bring beyond the budget: a debt, which the next term begins with."""
 _NAME = re.compile(r"segment-(\d+)-(\d{15})-(\d{6})-(\d+)\.zst")
 _DIGEST = 16
 
@@ -78,12 +78,15 @@ class ArchiveSegment:
         events: as the run's status has them.
         replaces: keys of the segments that it was made of.
         left_out: events that were dropped for want of room.
+        budget_left: bytes that the budget had before it was stored; the next term begins with what is left.
+            None: not known.
     """
 
     windows: tuple[TelemetryWindow, ...]
     events: tuple[Mapping[str, Any], ...] = ()
     replaces: tuple[str, ...] = ()
     left_out: int = 0
+    budget_left: float | None = None
 
     @property
     def last_s(self) -> float:
@@ -168,6 +171,7 @@ def encode_segment(segment: ArchiveSegment) -> bytes:
         "events": [_slim_event(event) for event in segment.events],
         "replaces": list(segment.replaces),
         "left_out": segment.left_out,
+        "budget_left": None if segment.budget_left is None else math.floor(segment.budget_left),
     }
     return seal_bytes(json.dumps(value, separators=(",", ":")).encode())
 
@@ -207,7 +211,15 @@ def _read(value: Mapping[str, Any]) -> ArchiveSegment:
         slowest = tuple(SlowRank(*one) for one in value["slowest"][at])
         windows.append(TelemetryWindow(at_s, generation, figures, slowest))
     events = tuple(event for event in value["events"] if isinstance(event["t"], int | float))
-    return ArchiveSegment(tuple(windows), events, tuple(value["replaces"]), int(value["left_out"]))
+    return ArchiveSegment(
+        tuple(windows), events, tuple(value["replaces"]), int(value["left_out"]), budget_left(value)
+    )
+
+
+def budget_left(value: Mapping[str, Any]) -> float | None:
+    """Return what a stored object says of the budget before it, in bytes; None where it says nothing."""
+    left = value.get("budget_left")
+    return None if left is None else float(left)
 
 
 def _short(value: float | None) -> float | int | None:
@@ -232,16 +244,17 @@ def _slim_event(event: Mapping[str, Any]) -> dict[str, Any]:
 class ArchiveBudget:
     """Bytes that may go to storage: `DAY_BYTES` a day, and `BURST_BYTES` at once.
 
-    So no 24 hours see more than their sum. A term that follows another one begins with what the time since
-    the last object allows.
+    So no 24 hours see more than their sum and `END_BYTES`. A term that follows another one begins with what
+    that one left or owed, and what the time since its last object allows.
     """
 
-    def __init__(self, now_s: float, last_put_s: float | None = None) -> None:
+    def __init__(self, now_s: float, last_put_s: float | None = None, left: float = 0.0) -> None:
         """
         Args:
             last_put_s: time of the newest object of earlier terms; None: there is none.
+            left: bytes that were left after it, or owed where negative. What was saved is not handed on.
         """
-        self._left, self._at_s = 0.0, now_s if last_put_s is None else min(now_s, last_put_s)
+        self._left, self._at_s = min(0.0, left), now_s if last_put_s is None else min(now_s, last_put_s)
         if last_put_s is None:
             self._left = float(BURST_BYTES)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from picotron_ray.checkpoint.storage.base import Storage, get_bounded
+from picotron_ray.checkpoint.storage.base import Storage, StoredObject, get_bounded
 from picotron_ray.errors import CorruptError, NotFoundError
 from picotron_ray.observability import archive
 from picotron_ray.observability.archive import ArchiveBudget, ArchiveSegment, SegmentName
@@ -79,8 +79,9 @@ class ArchiveWriter:
         _, budget = self._known(now_s)
         if not last and now_s < self._ranks_due_s:
             return
-        data = encode_ranks(table, generation, now_s)
-        if budget.left(now_s) < (0 if last else 2 * len(data)):
+        left = budget.left(now_s)
+        data = encode_ranks(table, generation, now_s, left)
+        if left < (len(data) - archive.END_BYTES if last else 2 * len(data)):
             return
         self._storage.put(f"{RANKS}{self._term:06d}.zst", data)
         budget.spend(len(data))
@@ -98,9 +99,9 @@ class ArchiveWriter:
             found = {archive.parse_name(one.key) for one in listed}
             names = {name for name in found if name is not None}
             self._number = max([self._number, *(name.number for name in names if name.term == self._term)])
-            self._budget = self._budget or ArchiveBudget(
-                now_s, max((one.mtime_s for one in listed), default=None)
-            )
+            if self._budget is None:
+                last_put_s = max((one.mtime_s for one in listed), default=None)
+                self._budget = ArchiveBudget(now_s, last_put_s, _left_after(self._storage, listed))
             gone = archive.leftovers(names)
             if gone and self._is_newest():
                 for name in sorted(gone):
@@ -125,8 +126,9 @@ class ArchiveWriter:
         self, level: int, at_ms: int, segment: ArchiveSegment, budget: ArchiveBudget, now_s: float, last: bool
     ) -> bool:
         assert self._names is not None
-        data = archive.encode_segment(segment)
-        if len(data) > budget.left(now_s) + (archive.END_BYTES if last else 0):
+        left = budget.left(now_s)
+        data = archive.encode_segment(replace(segment, budget_left=left))
+        if len(data) > left + (archive.END_BYTES if last else 0):
             return False
         self._number += 1
         name = SegmentName(level, at_ms, self._term, self._number)
@@ -134,6 +136,40 @@ class ArchiveWriter:
         self._storage.put(name.key, data)
         self._names.add(name)
         return True
+
+
+def _left_after(storage: Storage, listed: list[StoredObject]) -> float:
+    """Return the bytes that an earlier term's budget had after its newest object; negative: it owed them.
+
+    Only that object is read. Where it says nothing, the debt is what lies there from the time that the
+    largest debt lasts. Raises StorageError: storage does not answer.
+    """
+    if not listed:
+        return 0.0
+
+    def order(one: StoredObject) -> tuple[float, bool, int, int]:  # of one second: as a term puts them
+        name = archive.parse_name(one.key)
+        return (one.mtime_s, name is None, -name.level if name else 0, name.last_ms if name else 0)
+
+    newest = max(listed, key=order)
+    said = None
+    if archive.parse_name(newest.key) is not None:
+        segment = _read_segment(storage, newest.key)
+        said = segment.budget_left if segment else None
+    elif newest.key.startswith(RANKS):
+        said = _ranks_left(storage, newest.key)
+    if said is not None:
+        return said - newest.size
+    since_s = newest.mtime_s - archive.END_BYTES * archive.DAY_S / archive.DAY_BYTES
+    return -float(min(archive.END_BYTES, sum(one.size for one in listed if one.mtime_s > since_s)))
+
+
+def _ranks_left(storage: Storage, key: str) -> float | None:
+    try:
+        raw = archive.unseal_bytes(get_bounded(storage, key, SEGMENT_BYTES))
+        return archive.budget_left(json.loads(raw.partition(b"\n")[0])) if raw else None
+    except (NotFoundError, CorruptError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _unreplaced(found: Iterable[tuple[str, ArchiveSegment]]) -> list[tuple[str, ArchiveSegment]]:
@@ -212,9 +248,14 @@ def _newest_ranks(storage: Storage, keys: Iterable[str]) -> tuple[RankTable | No
     return None, ""
 
 
-def encode_ranks(table: RankTable, generation: str, at_s: float) -> bytes:
-    """Return a table as it is stored: about two bytes a figure, which is then right to 0.4 %."""
+def encode_ranks(table: RankTable, generation: str, at_s: float, budget_left: float | None = None) -> bytes:
+    """Return a table as it is stored: about two bytes a figure, which is then right to 0.4 %.
+
+    Args:
+        budget_left: as of `ArchiveSegment`, in bytes.
+    """
     head = {"generation": generation, "at_s": at_s, "ranks": table.ranks, "columns": list(COLUMNS)}
+    head["budget_left"] = budget_left
     cut = table.values.T.copy().view(np.uint32) & _KEPT_BITS
     planes = cut.reshape(-1).view(np.uint8).reshape(-1, 4).T.copy()  # bytes of equal weight side by side
     return archive.seal_bytes(json.dumps(head).encode() + b"\n" + planes.tobytes())

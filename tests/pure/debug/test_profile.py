@@ -18,8 +18,8 @@ from picotron_ray.debug.tensor_figures import whole_tensors
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.measured_gains import NOT_MEASURED, Gains, advice
-from picotron_ray.runtime.driver.profile_run import representative
-from picotron_ray.runtime.driver.recordings import check_window, make_folder
+from picotron_ray.runtime.driver.profile_run import ProfileOptions, profile, representative
+from picotron_ray.runtime.driver.recordings import check_window, make_folder, results_in
 
 
 def test_offsets_are_within_what_they_claim() -> None:
@@ -127,6 +127,38 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^--to: .* cannot be written: "):
         make_folder("--to", tmp_path / "file" / "below")
+
+
+def test_a_folder_is_made_when_something_is_written_and_goes_where_nothing_was(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="rank 7"), results_in("--to", folder):
+        assert not (tmp_path / "a").exists()
+        raise ConfigError("rank 7: no such rank")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(KeyboardInterrupt), results_in("--to", folder):
+        make_folder("--to", folder / "tensorboard")
+        raise KeyboardInterrupt
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(KeyboardInterrupt), results_in("--to", folder):
+        (make_folder("--to", folder) / "trace").touch()
+        raise KeyboardInterrupt
+    assert [path.name for path in folder.iterdir()] == ["trace"]
+    with results_in("--to", folder) as given:
+        assert given == folder
+
+
+def test_an_empty_folder_that_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    with pytest.raises(ConfigError), results_in("--to", tmp_path / "mine"):
+        raise ConfigError("refused")
+    assert (tmp_path / "mine" / "inner").is_dir()
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ProfileOptions(1, 1, 1, "", tmp_path / "file" / "below", shapes=False, stacks=False)
+    with pytest.raises(ConfigError, match=r"^--to: .* cannot be written: "):
+        profile("nobody", options, print)
 
 
 def test_few_ranks_stand_for_all_of_a_large_run() -> None:

@@ -86,7 +86,7 @@ page.wait(30)
 
 
 def test_the_page_is_served_and_spans_can_be_sent(root: Path) -> None:
-    run = "python -m picotron_ray.launch quickstart chaos=[] steps=5 metrics.port=0"
+    run = "python -m picotron_ray.launch quickstart chaos=[] steps=25 metrics.port=0"
     run += " storage.url=/home/picotron/runs telemetry.otel.endpoint=http://127.0.0.1:9"  # nobody is there
     done = inside(root, 1 << 30, "sh", "-c", f"{run} >/dev/null && python -c '{PAGE}'")
     assert done.stdout.split() == ["200", "True"], done.stderr[-3000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +130,22 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path) -> None:
         make_folder("--to", tmp_path / "file" / "below")
 
 
-def test_a_folder_is_made_when_something_is_written_and_goes_where_nothing_was(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    with pytest.raises(ConfigError, match="rank 7"), results_in("--to", folder):
-        assert not (tmp_path / "a").exists()
+def _fail_in(folder: Path, write: Callable[[Path], object]) -> None:
+    with results_in("--to", folder):
+        write(folder)
         raise ConfigError("rank 7: no such rank")
+
+
+def test_a_folder_is_made_when_something_is_written_and_goes_where_nothing_was(tmp_path: Path) -> None:
+    folder, there = tmp_path / "a" / "b", []
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda _: there.append((tmp_path / "a").exists()))
+    assert (there, (tmp_path / "a").exists()) == ([False], False)
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda here: make_folder("--to", here / "tensorboard"))
     assert not (tmp_path / "a").exists()
-    with pytest.raises(KeyboardInterrupt), results_in("--to", folder):
-        make_folder("--to", folder / "tensorboard")
-        raise KeyboardInterrupt
-    assert not (tmp_path / "a").exists()
-    with pytest.raises(KeyboardInterrupt), results_in("--to", folder):
-        (make_folder("--to", folder) / "trace").touch()
-        raise KeyboardInterrupt
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda here: (make_folder("--to", here) / "trace").touch())
     assert [path.name for path in folder.iterdir()] == ["trace"]
     with results_in("--to", folder) as given:
         assert given == folder
@@ -149,8 +153,8 @@ def test_a_folder_is_made_when_something_is_written_and_goes_where_nothing_was(t
 
 def test_an_empty_folder_that_was_there_stays(tmp_path: Path) -> None:
     (tmp_path / "mine" / "inner").mkdir(parents=True)
-    with pytest.raises(ConfigError), results_in("--to", tmp_path / "mine"):
-        raise ConfigError("refused")
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(tmp_path / "mine", lambda _: None)
     assert (tmp_path / "mine" / "inner").is_dir()
 
 

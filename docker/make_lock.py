@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "docker" / "lock"
-EXTRAS = ("hf", "fp8")
+EXTRAS = ("hf", "fp8", "dashboard", "otel")
 BUILD = ("hatchling",)
 NVCC = (
     "ninja", "wheel", "nvidia-cuda-nvcc==13.0.*", "nvidia-cuda-cccl==13.0.*", "nvidia-cuda-crt==13.0.*",

@@ -12,6 +12,15 @@ REMOVED = "was removed while the run was using it"
 """Words of storage whose folder is gone: it is no use to wait for it."""
 
 
+def install_extra(extra: str) -> str:
+    """Say how the packages of an extra are installed, from an index as well as in a checkout.
+
+    >>> install_extra("otel")
+    "install the extra otel (in a checkout: pip install -e '.[otel]')"
+    """
+    return f"install the extra {extra} (in a checkout: pip install -e '.[{extra}]')"
+
+
 class PicotronError(Exception):
     """Base of every error that picotron_ray raises on purpose."""
 

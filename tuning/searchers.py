@@ -7,14 +7,14 @@ from typing import Any
 from ray import tune
 from ray.tune.search import BasicVariantGenerator, SearchAlgorithm, Searcher
 
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from tuning.objectives import Objective
 from tuning.spaces import Choice, Range, Space
 from tuning.study_options import POPULATION, POPULATION_BASED, StudyOptions
 
 DRAWN = ("grid", "random", *POPULATION_BASED)
 """Searches whose points no trial's figures change."""
-INSTALL = "pip install 'picotron-ray[tune]'"
+INSTALL = install_extra("tune")
 
 
 def domains(space: Space) -> dict[str, Any]:

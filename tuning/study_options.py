@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from tuning.objectives import parse_objective
 from tuning.spaces import Range, Space, only_categories
 
@@ -87,7 +87,7 @@ def refuse_contradictions(options: StudyOptions, space: Space) -> None:
         missing = [module for module in NEEDS.get(name, ()) if find_spec(module) is None]
         if missing:
             option = "--search" if name == options.search else "--scheduler"
-            wrong.append(f"{option}: saw {name}, which needs {missing[0]}; pip install 'picotron-ray[tune]'")
+            wrong.append(f"{option}: saw {name}, which needs {missing[0]}; {install_extra('tune')}")
     many = len(parse_objective(options.objective).metrics) > 1
     if many and (options.search == "cma-es" or options.scheduler == "asha"):
         wrong.append("--objective: saw several figures, which cma-es and asha cannot follow; take nsga-ii")

@@ -59,8 +59,9 @@ def resize(
 ) -> None:
     """Change how many workers a run has, at a step boundary; it holds until this launch of the run ends.
 
-    A number that the layout keys do not allow is refused with those that they do (exit code 2). To grow,
-    Ray's autoscaler is asked for room where cluster.autoscale says so. Shrinking leaves the emptiest nodes.
+    A number that the layout keys do not allow is refused with those that they do (exit code 2). One beyond
+    the nodes is taken: the answer says what room there is, and the run grows when nodes join. Ray's
+    autoscaler is asked for them where cluster.autoscale says so. Shrinking leaves the emptiest nodes.
 
     Example: picotron-ray resize quickstart 2
     """

@@ -90,22 +90,39 @@ def _resize(memory: MachineMemory, event: m.Order) -> Answer:
         raise ConfigError(problem)
     sizes = {"min_workers": least, "max_workers": most}
     if (least, most) == (cluster.min_workers, cluster.max_workers):
-        return f"resize: {least} to {most} workers, as it is", sizes
+        return f"resize: {least} to {most} workers, as it is{_said_room(memory, most)}", sizes
     if event.max_workers and not _fits(memory, most):
         raise ConfigError(
             f"no layout on {most} workers fits into their memory, or none is planned yet: ask again later"
         )
     _set_sizes(memory, least, most)
     when = "" if memory.state is MachineState.RUNNING else f", once the run trains (it is {memory.state})"
-    return f"resize: {least} to {most} workers{when}", sizes
+    return f"resize: {least} to {most} workers{when}{_said_room(memory, most)}", sizes
+
+
+def _rooms(memory: MachineMemory) -> list[int]:
+    """Workers that each node can take which stays and is let take part, most first."""
+    nodes = memory.roster.nodes.values()
+    return sorted((node.capacity for node in nodes if not node.draining and not node.barred), reverse=True)
+
+
+def _said_room(memory: MachineMemory, most: int) -> str:
+    """Say what the nodes that are there can take, where that is less than ``most``; else ""."""
+    room = sum(_rooms(memory))
+    if room >= most:
+        return ""
+    autoscale = memory.job.cluster.autoscale
+    asked = (
+        "Ray's autoscaler is asked for them" if autoscale else "cluster.autoscale is off: none is asked for"
+    )
+    return f"; the nodes have room for {room} now, and the run grows when more join ({asked})"
 
 
 def _fits(memory: MachineMemory, workers: int) -> bool:
     """Whether a layout is known that fits on so many workers, as the nodes have room for them."""
     nodes = memory.roster.nodes.values()
-    rooms = sorted((node.capacity for node in nodes if not node.draining and not node.barred), reverse=True)
     least = min((node.device_bytes for node in nodes if node.device_bytes), default=0)
-    sizes = first_of(rooms, workers)
+    sizes = first_of(_rooms(memory), workers)
     question = memory.limited(m.LayoutQuestion(workers, sizes, least))
     plans = memory.plans
     if plans.look_up(question):

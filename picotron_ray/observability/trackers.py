@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from picotron_ray.config.schema.service import TrackerConfig
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from picotron_ray.observability.tracker_owner import foreign_owner
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ def check_trackers(configs: Sequence[TrackerConfig], run: str = "") -> None:
     another run; ConfigError with a line for each that is not, or does.
     """
     problems = [
-        f"trackers.{index}.kind: {config.kind} is not installed; pip install 'picotron-ray[{config.kind}]',"
+        f"trackers.{index}.kind: {config.kind} is not installed; {install_extra(config.kind)},"
         " or leave this tracker out"
         for index, config in enumerate(configs)
         if config.kind in _EXTRAS and find_spec(config.kind) is None

@@ -74,4 +74,5 @@ def calibrated(profile: DeviceProfile, factors: Calibration) -> DeviceProfile:
         host_link_bytes_s=profile.host_link_bytes_s / links,
         latency_s=profile.latency_s * links,
         memory_bytes=profile.memory_bytes / max(1.0, factors.memory),
+        guessed=False,
     )

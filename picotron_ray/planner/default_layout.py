@@ -77,7 +77,10 @@ def default_layout(
             fitting = _within(job, layout, budget)
             if fitting is not None:
                 cost = step_cost(job, fitting, profile, node_sizes)
-                said = f"{cost.total_s:.3g} s a step by estimate, by default ({origin}): no plan yet"
+                step = (
+                    f"{profile.said(cost.total_s)} s a step by {'guess' if profile.guessed else 'estimate'}"
+                )
+                said = f"{step}, by default ({origin}): no plan yet"
                 return PlannedLayout(fitting, cost.total_s, f"{fitting}: {said}", reduce_s=cost.data_s)
     return None
 

@@ -46,6 +46,7 @@ class DeviceProfile:
         crowd: workers per core, at least 1, of a machine whose cores its workers share: while one waits for
             another, that one has its core.
         software: what the program does with the device.
+        guessed: the rates are neither measured nor of a data sheet: they order layouts, and no more.
     """
 
     flops: float
@@ -65,6 +66,16 @@ class DeviceProfile:
     attention_backward_flops: float = 0.0
     crowd: float = 1.0
     software: SoftwareProfile = PLAIN
+    guessed: bool = False
+
+    def said(self, figure: float) -> str:
+        """A figure that follows from the rates, with as many digits as they are worth.
+
+        >>> from dataclasses import replace
+        >>> CPU.said(0.3649), CPU.said(12.0), replace(CPU, guessed=False).said(0.3649)
+        ('0.4', '10', '0.365')
+        """
+        return f"{float(f'{figure:.1g}'):g}" if self.guessed else f"{figure:.3g}"
 
     def passes(self, micro_batches: float, waiting: float) -> float:
         """Micro-batches' times that a pipeline takes for so many, and its waiting to fill and drain.
@@ -80,4 +91,6 @@ class DeviceProfile:
 # the latency is set low on purpose: on CPU the aim is to train elastically with all workers given, and with
 # the measured 3e-4 s the planner would rightly run a toy model on one of them and leave the others idle. A
 # block's operators cost a millisecond or two however small they are, so rows one by one are slow.
-CPU = DeviceProfile(flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, kernel_s=1e-3)
+CPU = DeviceProfile(
+    flops=5e9, memory_bytes=8e9, link_bytes_s=1e9, latency_s=1e-5, kernel_s=1e-3, guessed=True
+)

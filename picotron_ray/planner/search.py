@@ -135,22 +135,26 @@ def _cheapest(
         return None
     cost_s, layout = search.found[0]
     used = layout.world_size
-    reason = f"{layout}: {cost_s:.3g} s a step by estimate, least of {search.costed} on {workers} workers"
+    said = f"{profile.said(cost_s)} s a step by {'guess' if profile.guessed else 'estimate'}"
+    reason = f"{layout}: {said}, least of {search.costed} on {workers} workers"
     if used < workers:
         reason += f" ({workers - used} idle)"
     routes = routes_of(layout, profile, node_sizes)
     if routes:
-        reason += f"; routes {', '.join(str(route).replace(',', ' at') for route in routes)}"
+        told = [route._replace(bytes_s=float(profile.said(route.bytes_s))) for route in routes]
+        reason += f"; routes {', '.join(str(route).replace(',', ' at') for route in told)}"
     runner_up = ""
     if len(search.found) > 1:
-        costs = (step_cost(job, one, profile, node_sizes) for _, one in search.found)
-        runner_up = f"{search.found[1][1]}: {why_dearer(*costs)}"
+        first, second = (step_cost(job, one, profile, node_sizes) for _, one in search.found)
+        runner_up = f"{search.found[1][1]}: {why_dearer(first, second, profile.said)}"
     reduce_s = step_cost(job, layout, profile, node_sizes).data_s
     return PlannedLayout(layout, cost_s, reason, runner_up, reduce_s)
 
 
-def why_dearer(best: StepCost, other: StepCost) -> str:
+def why_dearer(best: StepCost, other: StepCost, said: Callable[[float], str] = "{:.3g}".format) -> str:
     """Explain briefly by what ``other`` costs more than ``best``: the part with the largest difference.
+
+    ``said``: writes the share, which is in per cent.
 
     >>> why_dearer(StepCost(1.0, 0.5, 0, 0, 0, 0, 0, 0), StepCost(1.2, 0.4, 0, 0, 0, 0, 0, 0))
     '6.67 % more, for compute'
@@ -161,7 +165,7 @@ def why_dearer(best: StepCost, other: StepCost) -> str:
     parts = {field.name: getattr(other, field.name) - getattr(best, field.name) for field in fields(best)}
     worst = max(parts, key=lambda name: parts[name])
     share = 100 * lost_s / best.total_s
-    return f"{share:.3g} % more, for {worst.removesuffix('_s')}"
+    return f"{said(share)} % more, for {worst.removesuffix('_s')}"
 
 
 @lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ from picotron_ray.bench.recovery.peers.torchft import SETTINGS as TORCHFT
 from picotron_ray.bench.recovery.peers.torchft import TorchFT
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 
 SETTLE_CHECKPOINTS = 2
 PEERS: dict[str, type[Peer]] = {"ray_train": RayTrain, "torchft": TorchFT}
@@ -69,9 +69,7 @@ def chosen_peers(names: str) -> list[str]:
         if name not in PEERS:
             problems.append(f"--peers: saw {name!r}, expected some of {', '.join(PEERS)}, or none")
         elif importlib.util.find_spec(NEEDS[name]) is None:
-            problems.append(
-                f"--peers: {name} is not installed: `pip install 'picotron-ray[bench]'`, or leave it out"
-            )
+            problems.append(f"--peers: {name} is not installed: {install_extra('bench')}, or leave it out")
     if problems:
         raise ConfigError(*problems)
     return chosen

@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.errors import install_extra
 
-TORCHAO = "which needs torchao; install picotron-ray[8bit] on every node, or use full"
+TORCHAO = f"which needs torchao; on every node {install_extra('8bit')}, or use full"
 """What to do where moments cannot be kept in 8 bits for want of it."""
 
 

@@ -19,7 +19,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 class OtelConfig(Section):
-    """Spans of a run for an OpenTelemetry collector (``pip install 'picotron-ray[otel]'``).
+    """Spans of a run for an OpenTelemetry collector (in a checkout: ``pip install -e '.[otel]'``).
 
     Headers, such as a token, come from ``OTEL_EXPORTER_OTLP_HEADERS`` in the environment of the coordinator's
     node, and are never told.

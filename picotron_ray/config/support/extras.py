@@ -8,6 +8,7 @@ from typing import NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import TORCHAO as MOMENTS_TORCHAO
 from picotron_ray.config.support.precision import TORCHAO
+from picotron_ray.errors import install_extra
 
 
 class Extra(NamedTuple):
@@ -35,10 +36,10 @@ def needed_extras(job: JobConfig) -> list[Extra]:
     if job.optimizer.moments == "8bit":
         found.append(Extra("optimizer.moments", "torchao", "torchao", f"saw 8bit, {MOMENTS_TORCHAO}"))
     if job.kernels.attention == "flash-attn":
-        text = "saw flash-attn, which is not there; install picotron-ray[flash] on every node, or use auto"
+        text = f"saw flash-attn, which is not there; on every node {install_extra('flash')}, or use auto"
         found.append(Extra("kernels.attention", "flash_attn", "flash-attn", text))
     if job.telemetry.otel.endpoint is not None:
         name = "opentelemetry-exporter-otlp-proto-http"
-        text = f"saw a collector, but {name} is not there; install picotron-ray[otel] on every node"
+        text = f"saw a collector, but {name} is not there; on every node {install_extra('otel')}"
         found.append(Extra("telemetry.otel.endpoint", "opentelemetry.exporter.otlp.proto.http", name, text))
     return found

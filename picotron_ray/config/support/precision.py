@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from picotron_ray.config.schema.compute import Precision
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.errors import install_extra
 
 Capability = tuple[int, int]
 """CUDA compute capability of a device: major, minor."""
@@ -33,7 +34,7 @@ COMPUTE_BYTES: dict[Precision, int] = {
 }
 """Per element of what matrix products take and give; of auto the widest that it may come to."""
 
-TORCHAO = "which needs torchao; install picotron-ray[fp8] on every node, or use bf16"
+TORCHAO = f"which needs torchao; on every node {install_extra('fp8')}, or use bf16"
 """What to do where fp8 cannot be computed for want of it."""
 
 _CHOICES: dict[str, tuple[Precision, ...]] = {

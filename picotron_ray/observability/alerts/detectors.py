@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from picotron_ray.config.schema.alerts import AlertsConfig, Detector
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from picotron_ray.observability.alerts.baseline import Baseline
 from picotron_ray.observability.alerts.conditions import WARM_UP, Condition
 from picotron_ray.observability.alerts.finding import Sign
@@ -108,7 +108,7 @@ class Learned:
         try:
             from sklearn.ensemble import IsolationForest
         except ImportError as error:
-            text = "alerts.detectors: learned needs scikit-learn: pip install 'picotron-ray[alerts]'"
+            text = f"alerts.detectors: learned needs scikit-learn: {install_extra('alerts')}"
             raise ConfigError(text) from error
         self._make = IsolationForest
         self.remeshed()

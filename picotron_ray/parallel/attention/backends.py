@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from picotron_ray.config.support.kernels import Backend
-from picotron_ray.errors import LayoutError
+from picotron_ray.errors import LayoutError, install_extra
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
 from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
@@ -214,7 +214,7 @@ def _flash_attn_kernel(compiled: bool) -> RowAttention:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise LayoutError(
-            "kernels.attention: saw flash-attn, which is not installed; pip install 'picotron-ray[flash]'"
+            f"kernels.attention: saw flash-attn, which is not installed; {install_extra('flash')}"
         ) from error
 
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:

@@ -29,6 +29,14 @@ def hardware_of(names: Iterable[str]) -> str:
     return " and ".join(sorted(set(names) - {""}))
 
 
+NOT_MEASURED = {
+    "cuda": "no run was measured on this hardware yet: estimates of seconds are by assumed rates",
+    "cpu": "no run was measured on this hardware yet: seconds and GB/s of plans are guesses of one digit;"
+    " this run measures them, and `picotron-ray probe` does for `picotron-ray plan`",
+}
+"""What is said once where plans go by no measurement, by device."""
+
+
 class Calibrations:
     """Reads the history of measured runs at a term's beginning, and adds to it."""
 
@@ -41,7 +49,7 @@ class Calibrations:
         nodes: Callable[[], Sequence[NodeView]],
     ) -> None:
         """``spawn``: runs a coroutine beside the loop's other work; ``nodes``: as Ray has them."""
-        self._store = CalibrationStore(job, device)
+        self._store, self._device = CalibrationStore(job, device), device
         self._record, self._spawn, self._nodes = record, spawn, nodes
 
     async def begin(self, event: m.Begin) -> m.Begin:
@@ -51,7 +59,7 @@ class Calibrations:
         found = await asyncio.to_thread(self._store.correction, path, min(sizes, default=0))
         text = f"estimates are corrected by {found.factors}: {found.why} ({path})"
         if not found.why:
-            text = "no run was measured on this hardware yet: estimates of seconds are by assumed rates"
+            text = NOT_MEASURED[self._device]
         self._record.note("info", CALIBRATION, text)
         return replace(event, calibration=found.factors)
 

@@ -1,4 +1,4 @@
-"""Spans by the OpenTelemetry protocol over HTTP (``pip install 'picotron-ray[otel]'``)."""
+"""Spans by the OpenTelemetry protocol over HTTP (extra ``otel``)."""
 
 from __future__ import annotations
 

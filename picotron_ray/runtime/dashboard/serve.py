@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from picotron_ray.runtime.dashboard.access import Access, hostname, is_loopback, new_token
 
 NEEDED = ("starlette", "uvicorn")
@@ -20,8 +20,7 @@ def refuse_missing_extra() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"dashboard: needs {' and '.join(missing)}, which are not installed; run pip install"
-            " 'picotron-ray[dashboard]'"
+            f"dashboard: needs {' and '.join(missing)}, which are not installed; {install_extra('dashboard')}"
         )
 
 

@@ -135,17 +135,18 @@ def trace(run: str, kind: str, steps: int, ranks: str, to: Path, say: recordings
     if kind not in ("call", "line", "memory"):
         raise ConfigError(f"trace: saw {kind!r}, expected call, line or memory")
     recordings.check_window(0, 0, steps)
-    folder = recordings.make_folder("--to", to)
-    tools = RunTools(run)
-    chosen = tools.ranks(ranks, (0,))
-    order = {"kind": kind, "wait": 0, "warmup": 0, "active": steps}
-    key, answers = recordings.record(tools, chosen, order, say)
-    try:
-        files = {rank: folder / f"{kind}_rank{rank}.json.gz" for rank in answers}
-        for rank, file in files.items():
-            recordings.fetch(tools, rank, file)
-    finally:
-        recordings.drop(tools, chosen, key)
+    with recordings.results_in("--to", to) as folder:
+        tools = RunTools(run)
+        chosen = tools.ranks(ranks, (0,))
+        order = {"kind": kind, "wait": 0, "warmup": 0, "active": steps}
+        key, answers = recordings.record(tools, chosen, order, say)
+        try:
+            recordings.make_folder("--to", folder)
+            files = {rank: folder / f"{kind}_rank{rank}.json.gz" for rank in answers}
+            for rank, file in files.items():
+                recordings.fetch(tools, rank, file)
+        finally:
+            recordings.drop(tools, chosen, key)
     parts = ("steps", "events", "left_out")
     return [
         {"rank": rank, "file": str(files[rank]), **{part: answer[part] for part in parts}}

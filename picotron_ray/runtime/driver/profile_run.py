@@ -48,7 +48,11 @@ def profile(run: str, options: ProfileOptions, say: recordings.Say) -> dict[str,
         ConfigError: the run, its state, a rank, the window or a folder does not allow it.
     """
     recordings.check_window(options.wait, options.warmup, options.active)
-    folder = recordings.make_folder("--to", options.to)
+    with recordings.results_in("--to", options.to) as folder:
+        return _profiled(run, options, folder, say)
+
+
+def _profiled(run: str, options: ProfileOptions, folder: Path, say: recordings.Say) -> dict[str, Any]:
     gains = Gains.read(options.measured)
     tools = RunTools(run)
     ranks = tools.ranks(options.ranks, representative(tools.spec.layout))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,38 @@ def make_folder(option: str, folder: Path) -> Path:
             return folder
     except OSError as error:
         raise ConfigError(f"{option}: {folder} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def results_in(option: str, folder: Path) -> Iterator[Path]:
+    """See that a folder takes files, and leave it as it was where nothing comes of it.
+
+    Whoever writes makes it by `make_folder`: until then none is there that was not before. After an error,
+    folders that were not there before and are empty go again.
+
+    Raises:
+        ConfigError: it does not take files; nothing was changed.
+    """
+    wanted = (folder, *folder.parents)
+    before = {path for path in wanted if os.path.exists(path)}  # False also where it may not be asked
+    new = [path for path in wanted if path not in before]
+    try:
+        make_folder(option, folder)
+    finally:
+        _drop_empty(new)
+    try:
+        yield folder
+    except BaseException:
+        inside = [path for path in folder.glob("*") if path.is_dir()] if folder not in before else []
+        _drop_empty([*inside, *new])
+        raise
+
+
+def _drop_empty(folders: Sequence[Path]) -> None:
+    """Remove those of the folders, inner ones first, that hold nothing."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or is not there
+            folder.rmdir()
 
 
 def record(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,7 +20,7 @@ def safetensors() -> Any:
         import safetensors
     except ImportError as error:
         raise ConfigError(
-            "safetensors is not installed; pip install 'picotron-ray[hf]' for checkpoints of Hugging Face"
+            f"safetensors is not installed; for checkpoints of Hugging Face {install_extra('hf')}"
         ) from error
     return safetensors
 

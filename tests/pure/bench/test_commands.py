@@ -89,7 +89,7 @@ def test_peers_are_chosen_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         recovery.chosen_peers("deepspeed")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchft" else find(name))
-    with pytest.raises(ConfigError, match=r"torchft is not installed: `pip install 'picotron-ray\[bench\]'`"):
+    with pytest.raises(ConfigError, match=r"torchft is not installed: install the extra bench"):
         recovery.chosen_peers("ray_train,torchft")
 
 

@@ -15,7 +15,8 @@ def test_what_a_job_needs() -> None:
         "kernels.attention",
         "flash_attn",
         "flash-attn",
-        "saw flash-attn, which is not there; install picotron-ray[flash] on every node, or use auto",
+        "saw flash-attn, which is not there; on every node install the extra flash"
+        " (in a checkout: pip install -e '.[flash]'), or use auto",
     )
     assert needed_extras(plain) == []
     assert needed_extras(plain.model_copy(update=kernels)) == [flash]
@@ -25,5 +26,5 @@ def test_what_a_job_needs() -> None:
         ("optimizer.moments", "torchao", "torchao"),
     ]
     assert every[2:] == [flash]
-    assert every[0].missing.startswith("saw fp8, which needs torchao; install")
+    assert every[0].missing.startswith("saw fp8, which needs torchao; on every node install")
     assert every[1].missing.startswith("saw 8bit, ")

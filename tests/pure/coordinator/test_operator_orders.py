@@ -202,6 +202,28 @@ def test_a_grown_run_takes_more_workers_without_asking_what_it_gains() -> None:
     assert "grow from 2 to 4 workers" in world.machine.memory.reason
 
 
+@pytest.mark.parametrize(
+    ("autoscale", "asked"),
+    [(False, "cluster.autoscale is off: none is asked for"), (True, "Ray's autoscaler is asked for them")],
+)
+def test_a_size_beyond_the_nodes_is_taken_and_says_what_they_can_take(autoscale: bool, asked: str) -> None:
+    world = World(job(cluster__max_workers=2, cluster__autoscale=autoscale))
+    world.up(("a", 2), ("b", 1))
+    room = f"; the nodes have room for 3 now, and the run grows when more join ({asked})"
+    out = world.send(m.Order("resize", max_workers=8))
+    assert answer(out) == (True, f"resize: 1 to 8 workers{room}")
+    again = world.send(m.Order("resize", max_workers=8))
+    assert answer(again) == (True, f"resize: 1 to 8 workers, as it is{room}")
+    assert answer(world.send(m.Order("resize", max_workers=3))) == (True, "resize: 1 to 3 workers")
+
+
+def test_a_node_that_is_to_go_counts_as_no_room() -> None:
+    world = running()
+    world.send(m.Order("drain", node="b", left_s=60.0))
+    _, text = answer(world.send(m.Order("resize", max_workers=3)))
+    assert "the nodes have room for 2 now" in text
+
+
 def test_a_new_size_and_a_drain_outlive_the_coordinator() -> None:
     standing = m.StandingOrders(max_workers=1, draining=(m.NodeDrain("b", 40.0),))
     world = World()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from picotron_ray.debug.tensor_figures import whole_tensors
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.measured_gains import NOT_MEASURED, Gains, advice
-from picotron_ray.runtime.driver.profile_run import representative
-from picotron_ray.runtime.driver.recordings import check_window, make_folder
+from picotron_ray.runtime.driver.profile_run import ProfileOptions, profile, representative
+from picotron_ray.runtime.driver.recordings import check_window, make_folder, results_in
 
 
 def test_offsets_are_within_what_they_claim() -> None:
@@ -127,6 +128,41 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^--to: .* cannot be written: "):
         make_folder("--to", tmp_path / "file" / "below")
+
+
+def _fail_in(folder: Path, write: Callable[[Path], object]) -> None:
+    with results_in("--to", folder):
+        write(folder)
+        raise ConfigError("rank 7: no such rank")
+
+
+def test_a_folder_is_made_when_something_is_written_and_goes_where_nothing_was(tmp_path: Path) -> None:
+    folder, there = tmp_path / "a" / "b", []
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda _: there.append((tmp_path / "a").exists()))
+    assert (there, (tmp_path / "a").exists()) == ([False], False)
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda here: make_folder("--to", here / "tensorboard"))
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(folder, lambda here: (make_folder("--to", here) / "trace").touch())
+    assert [path.name for path in folder.iterdir()] == ["trace"]
+    with results_in("--to", folder) as given:
+        assert given == folder
+
+
+def test_an_empty_folder_that_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="rank 7"):
+        _fail_in(tmp_path / "mine", lambda _: None)
+    assert (tmp_path / "mine" / "inner").is_dir()
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ProfileOptions(1, 1, 1, "", tmp_path / "file" / "below", shapes=False, stacks=False)
+    with pytest.raises(ConfigError, match=r"^--to: .* cannot be written: "):
+        profile("nobody", options, print)
 
 
 def test_few_ranks_stand_for_all_of_a_large_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -128,10 +129,28 @@ def test_what_is_copied_exists_and_is_let_through() -> None:
     assert {"docker/lock" if word.startswith("docker/lock/") else word for word in copied} <= {".", *allowed}
 
 
+def images_extras() -> set[str]:
+    """The extras that the lock was made with."""
+    return set(runpy.run_path(str(ROOT / "docker" / "make_lock.py"))["EXTRAS"])
+
+
+def test_the_readme_says_which_extras_the_images_hold() -> None:
+    text = (ROOT / "deploy" / "README.md").read_text().partition("## What the images hold")[2]
+    rows = dict(re.findall(r"^\| (`.*) \| (both|`cuda` alone|neither) \|$", text, re.MULTILINE))
+    said = {where: set(re.findall(r"`(\w+)`", names)) for names, where in rows.items()}
+    locked = images_extras() | {"8bit"}  # the same package as fp8's
+    others = {"test", "docs", "dev"}
+    assert said["both"] == locked
+    assert said["`cuda` alone"] == {"flash"}
+    assert said["neither"] == set(PROJECT["project"]["optional-dependencies"]) - locked - {"flash"} - others
+
+
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = entries("common.txt") | entries("cuda.txt")
     extras = PROJECT["project"]["optional-dependencies"]
-    for text in (*PROJECT["project"]["dependencies"], *extras["hf"], *extras["fp8"]):
+    locked = images_extras()
+    assert {"hf", "fp8", "dashboard", "otel"} <= locked
+    for text in (*PROJECT["project"]["dependencies"], *(text for extra in locked for text in extras[extra])):
         requirement = Requirement(text)
         assert pinned[requirement.name][0] in requirement.specifier, text
     (flash,) = map(Requirement, extras["flash"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,36 @@ def test_slurm_signals_before_the_time_is_over() -> None:
     assert "#SBATCH --signal=B:USR1@300" in text
     assert "#SBATCH --requeue" in text
     assert "REQUEUE=75" in text
+
+
+def test_a_skypilot_worker_ends_when_the_head_is_gone(tmp_path: Path) -> None:
+    """Its Ray, which does not return by itself, is joined while the head listens, and killed after."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "ray").write_text(
+        '#!/bin/bash\necho "ray $*" >>calls\n[ -e died ] || { touch died; exit 1; }\nexec sleep 60\n'
+    )
+    (tools / "ray").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        told = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NODE_RANK": "1", "LOOK_S": "0.1"}
+        told |= {"PORT": str(head.getsockname()[1]), "PATH": f"{tools}:{os.environ['PATH']}"}
+        process = subprocess.Popen(["bash", "-c", script()["run"]], cwd=tmp_path, env={**os.environ, **told})
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "calls").exists() or len((tmp_path / "calls").read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert process.poll() is None
+    assert process.wait(30) == 0
+    joins = (tmp_path / "calls").read_text().splitlines()
+    assert joins == [f"ray start --address=127.0.0.1:{told['PORT']} --node-ip-address=127.0.0.2 --block"] * 2
+
+
+def test_skypilots_own_ray_is_left_alone() -> None:
+    assert [line for line in script()["run"].splitlines() if line.strip().startswith("ray stop")] == []
+
+
+def test_steps_get_the_cores_of_the_job() -> None:
+    assert "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}" in (SLURM / "picotron.sbatch").read_text()
 
 
 def test_skypilots_own_schema_accepts_the_task() -> None:

@@ -219,3 +219,9 @@ def test_an_unknown_key_is_found() -> None:
         "layout.tq",
         "model.safetensor",
     ]
+
+
+def test_no_text_installs_an_extra_from_an_index() -> None:
+    """There is no release on one: what a reader has is a checkout."""
+    sources = [path for folder in ("picotron_ray", "tuning") for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path) for path in [*PAGES, *sources] if "install 'picotron-ray[" in path.read_text()] == []

@@ -351,8 +351,8 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         check_trackers([TrackerConfig(kind="csv"), TrackerConfig(kind="wandb"), TrackerConfig(kind="mlflow")])
     assert caught.value.problems == tuple(
-        f"trackers.{index}.kind: {kind} is not installed; pip install 'picotron-ray[{kind}]',"
-        " or leave this tracker out"
+        f"trackers.{index}.kind: {kind} is not installed; install the extra {kind}"
+        f" (in a checkout: pip install -e '.[{kind}]'), or leave this tracker out"
         for index, kind in ((1, "wandb"), (2, "mlflow"))
     )
     monkeypatch.setattr(trackers, "find_spec", lambda name: name)

@@ -11,6 +11,7 @@ from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.planner import candidates
+from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.search import choose_layout
 
 
@@ -78,7 +79,9 @@ def test_the_reason_counts_candidates_and_idle_workers() -> None:
     config = job(tp=1, pp=1, zero=0, micro_batch=4)
     for workers, idle in ((4, ""), (5, " (1 idle)"), (6, " (2 idle)")):
         choice = choose_layout(job(dp=4, tp=1, pp=1, zero=0, micro_batch=4), workers)
-        start = f"{choice.layout}: {choice.cost_s:.3g} s a step by estimate, least of 1 on {workers} workers"
+        start = (
+            f"{choice.layout}: {CPU.said(choice.cost_s)} s a step by guess, least of 1 on {workers} workers"
+        )
         assert choice.reason == f"{start}{idle}; routes dp=4 inside a node at 1 GB/s"
     assert "least of 3 on 4 workers" in choose_layout(config, 4).reason
 

@@ -73,6 +73,25 @@ def test_the_shipped_job_runs_as_in_its_pod(root: Path) -> None:
     assert summary["final_loss"] < summary["first_loss"]
 
 
+PAGE = """
+import json, subprocess, sys, urllib.request
+command = ["picotron-ray", "dashboard", "/home/picotron/runs/quickstart", "--port", "0", "--json"]
+page = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+address = json.loads(page.stdout.readline())["url"].partition("#")[0]
+with urllib.request.urlopen(address, timeout=60) as answer:
+    print(answer.status, "picotron" in answer.read().decode())
+page.terminate()
+page.wait(30)
+"""
+
+
+def test_the_page_is_served_and_spans_can_be_sent(root: Path) -> None:
+    run = "python -m picotron_ray.launch quickstart chaos=[] steps=25 metrics.port=0"
+    run += " storage.url=/home/picotron/runs telemetry.otel.endpoint=http://127.0.0.1:9"  # nobody is there
+    done = inside(root, 1 << 30, "sh", "-c", f"{run} >/dev/null && python -c '{PAGE}'")
+    assert done.stdout.split() == ["200", "True"], done.stderr[-3000:]
+
+
 def test_the_tree_is_read_only_and_the_user_is_not_root(root: Path) -> None:
     done = inside(root, 1 << 20, "sh", "-c", "id -u; touch /venv/x /etc/x; touch /tmp/x ~/x && echo written")
     assert done.stdout.split() == ["1000", "written"]

@@ -175,7 +175,7 @@ def test_what_needs_a_gpu_is_refused_once_the_machines_are_known(
         ({"precision": "fp8", "data": {"sequence_length": 32}}, "precision: saw fp8, which needs torchao"),
         (
             {"precision": "fp32", "optimizer": {"moments": "8bit"}},
-            r"optimizer.moments: saw 8bit, which needs torchao; install picotron-ray\[8bit\] on every node",
+            r"optimizer.moments: saw 8bit, which needs torchao; on every node install the extra 8bit",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_what_needs_an_extra_is_refused_without_it(
 
 def test_flash_attention_is_missed_before_anything_starts(tmp_path: Path) -> None:
     job = tiny_job("needs-flash", tmp_path, precision="bf16", kernels={"attention": "flash-attn"})
-    assert "picotron-ray[flash]" in run_module._missing_extras(job)["kernels.attention"]
+    assert "extra flash" in run_module._missing_extras(job)["kernels.attention"]
     assert not run_module._missing_extras(tiny_job("needs-nothing", tmp_path))
 
 

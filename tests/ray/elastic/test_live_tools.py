@@ -79,6 +79,7 @@ def test_a_live_run_is_compared_and_raced_and_goes_on(live: Watched) -> None:
 def test_what_cannot_be_done_is_one_line(live: Watched, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--ranks: saw '2', expected ranks from 0 to 1"):
         profile_run.profile("tools", options(tmp_path / "p", ranks="2"), print)
+    assert not (tmp_path / "p").exists()
     with pytest.raises(ConfigError, match="run by no function; nearest line that is"):
         breakpoints.add("tools", "train/loop.py:1", "", "", 60.0)
     with pytest.raises(ConfigError, match="is none of the files that this run has loaded"):

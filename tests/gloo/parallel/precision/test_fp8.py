@@ -65,7 +65,7 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(LayoutError, match=r"saw fp8, which needs torchao; install picotron-ray\[fp8\]"):
+    with pytest.raises(LayoutError, match=r"needs torchao; on every node install the extra fp8"):
         fp8.apply_fp8([torch.nn.Sequential(torch.nn.Linear(16, 16))])
 
 

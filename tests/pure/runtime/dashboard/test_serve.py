@@ -42,7 +42,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     done = runner.invoke(app, ["dashboard", "anything", "--json"])
     assert done.exit_code == 2
-    assert json.loads(done.stdout)["error"].endswith("run pip install 'picotron-ray[dashboard]'")
+    assert json.loads(done.stdout)["error"].endswith("(in a checkout: pip install -e '.[dashboard]')")
 
 
 def test_an_unknown_run_ends_the_command() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ LAYOUT = Layout(dp=2)
 MODEL = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "layers": 2, "heads": 2}
 
 
-def job_of(folder: Path) -> JobConfig:
+def job_of(folder: Path, **sections: Any) -> JobConfig:
     tokens = np.random.default_rng(0).integers(0, 24, 6000).astype(np.uint16)
     (folder / "tokens.bin").write_bytes(tokens.tobytes())
     data = {"source": "memmap", "path": str(folder / "tokens.bin"), "sequence_length": 8, "global_batch": 4}
@@ -40,17 +41,18 @@ def job_of(folder: Path) -> JobConfig:
             "checkpoint": {"interval_steps": 1_000_000},
             "evaluate": {"interval_steps": 1_000_000, "samples": 4},
             "snapshot": {"interval_steps": 1_000_000, "folder": str(folder)},
+            **sections,
         }
     )
 
 
-def run(pool: Pool, folder: Path, orders: list[dict[str, Any]]) -> Any:
+def run(pool: Pool, folder: Path, orders: list[dict[str, Any]], **sections: Any) -> Any:
     """(ledger's lines, answers by rank) of a run of two ranks that gets orders."""
     folder.mkdir(exist_ok=True)
     workers = pool.need(2)
     members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
     spec = GenerationSpec(GenerationId(next(terms), 1), members, LAYOUT, Source("init"), "test")
-    found = pool.run(2, ordered, job_of(folder), spec, str(folder), orders)
+    found = pool.run(2, ordered, job_of(folder, **sections), spec, str(folder), orders)
     assert [(outcome.kind, outcome.detail) for outcome, _ in found] == [("interrupted", "")] * 2
     headers = [header for _, header in list_slots(folder)]
     lines = list(max(headers, key=lambda header: header.step).ledger)
@@ -135,3 +137,39 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
     assert first[4]["refused"] == "inspect local: saw 'grad_nrm'; nearest: grad_norm"
     assert "math" in first[5]["values"]
     assert first[7]["hit"] is None, "its second was over"
+
+
+def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, tmp_path: Path) -> None:
+    """The test is the agent, whose socket debugpy connects to; nobody speaks with it."""
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        attach = {"what": "attach", "port": agent.getsockname()[1]}
+        one = {"number": 1, "place": "phase:sync", "condition": "", "ranks": [], "timeout_s": 30.0}
+        line = {"what": "break", "break": {**one, "place": "train/loop.py:160"}}
+        hit = {"what": "breaks", "until": {"held": True}}
+        orders: list[dict[str, Any]] = [
+            {**line, "rank": 1},
+            {**attach, "rank": 1},
+            {"what": "rm", "number": 1, "rank": 1},
+            {**attach, "rank": 1},
+            {**line, "rank": 1},
+            {**attach, "rank": 1},
+            {"what": "breaks", "rank": 0, "after_s": 3.0},
+            {"what": "break", "break": one},
+            hit,
+            {"what": "continue"},
+        ]
+        _, answers = run(pool, tmp_path / "attached", orders, debug={"attach": True})
+    assert "break" in answers[1][0]
+    assert "a breakpoint watches a line" in answers[1][1]["refused"]
+    assert answers[1][3]["attached"] is True
+    assert "a debugger is attached to this rank" in answers[1][4]["refused"]
+    assert "attached to this rank already" in answers[1][5]["refused"]
+    assert answers[0][0]["page"]["phase_limit_s"] >= 270, "rank 0 waits for rank 1"
+
+
+def test_no_debugger_is_attached_unless_the_config_says_so(pool: Pool, tmp_path: Path) -> None:
+    _, answers = run(pool, tmp_path / "plain", [{"what": "attach", "port": 1}])
+    for of_rank in answers:
+        assert of_rank[0]["refused"].startswith(
+            "attach: debug.attach is off, since a debugger can run any code"
+        )

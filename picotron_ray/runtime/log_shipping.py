@@ -33,11 +33,15 @@ SETTLE_S = 1.5
 CLOSE_S = 2.0
 MOST_WAITING = 32
 DEAD_KEPT = 64
+NODE_DIGITS = 16
+"""Digits of a node's id in its key."""
+OLD_DIGITS = 4
+"""Those of runs of earlier versions, where nodes may share a key."""
 
 
 def node_key(node: str) -> str:
-    """Key of a node's newest lines; there are 65,536 of them, however many nodes come and go."""
-    return f"{PREFIX}nodes/{node if node == COORDINATOR else node[:4]}.jsonl.zst"
+    """Key of a node's newest lines: one of its own, so that a thousand nodes do not replace each other's."""
+    return f"{PREFIX}nodes/{node if node == COORDINATOR else node[:NODE_DIGITS]}.jsonl.zst"
 
 
 def dead_key(slot: int) -> str:
@@ -51,10 +55,26 @@ def free_slots(storage: Storage) -> Iterator[int]:
     return itertools.cycle(sorted(range(DEAD_KEPT), key=lambda slot: (used.get(slot, 0.0), slot)))
 
 
-def stored_lines(storage: Storage) -> dict[str, list[bytes]]:
-    """Lines that storage has of a run, by key. Raises StorageError: it does not answer."""
+def may_hold(key: str, node: str) -> bool:
+    """Tell whether an object may have lines of a node, of which ``node`` is the id's first characters."""
+    if not node or not key.startswith(f"{PREFIX}nodes/"):
+        return True  # those of the dead are of any node, and few
+    name = Path(key).name.split(".")[0]
+    if len(name) == OLD_DIGITS:
+        return name.startswith(node[:OLD_DIGITS])
+    return name.startswith(node[: len(name)])
+
+
+def stored_lines(storage: Storage, node: str = "") -> dict[str, list[bytes]]:
+    """Lines that storage has of a run, by key. Raises StorageError: it does not answer.
+
+    Args:
+        node: first characters of a node's id, whose objects alone are read; empty: all.
+    """
     found = {}
     for entry in storage.list(PREFIX):
+        if not may_hold(entry.key, node):
+            continue
         try:
             reader = zstandard.ZstdDecompressor().stream_reader(get_bounded(storage, entry.key, MOST_BYTES))
             text = reader.read(2 * MOST_BYTES)  # whatever size it says itself

@@ -36,15 +36,17 @@ LOOK_AGAIN_S = 5.0
 class LogReaders:
     """Readers of one run."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, node: str = "") -> None:
         """
         Args:
             run: name, or address in storage.
+            node: first characters of the id of the node that is asked for, whose objects alone are read.
 
         Raises:
             ConfigError: it is neither.
         """
         self._storage = None
+        self._node = node
         if find_stored.is_address(run):
             run, self._storage = find_stored.at_address(run)
         else:
@@ -149,16 +151,24 @@ class LogReaders:
     def _read_storage(self) -> dict[str, list[bytes]]:
         """Lines by node, without those that are there twice."""
         storage = self._storage or find_stored.of_name(self.run)
-        objects = {} if storage is None else stored_lines(storage)
-        found: dict[str, dict[int, bytes]] = {}
-        for lines in objects.values():
-            for line in lines:
-                entry = decode(line)
-                if entry is not None:
-                    own = entry.get("worker") == COORDINATOR
-                    name = COORDINATOR if own else str(entry.get("node") or "")[:16]
-                    found.setdefault(name, {})[entry["seq"]] = line
-        return {name: [lines[seq] for seq in sorted(lines)] for name, lines in found.items()}
+        if storage is None:
+            return {}
+        found = _by_node(stored_lines(storage, self._node))
+        if self._node and not any(name.startswith(self._node) for name in found):
+            return _by_node(stored_lines(storage))  # to tell which there are
+        return found
+
+
+def _by_node(objects: Mapping[str, list[bytes]]) -> dict[str, list[bytes]]:
+    found: dict[str, dict[int, bytes]] = {}
+    for lines in objects.values():
+        for line in lines:
+            entry = decode(line)
+            if entry is not None:
+                own = entry.get("worker") == COORDINATOR
+                name = COORDINATOR if own else str(entry.get("node") or "")[:16]
+                found.setdefault(name, {})[entry["seq"]] = line
+    return {name: [lines[seq] for seq in sorted(lines)] for name, lines in found.items()}
 
 
 def _handle(ray: Any, name: str) -> Any:

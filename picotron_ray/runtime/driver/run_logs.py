@@ -42,7 +42,7 @@ def log_lines(
     Raises:
         ConfigError: there is no such run, node or rank.
     """
-    reader = _LinesReader(LogReaders(run), query, say or _to_stderr)
+    reader = _LinesReader(LogReaders(run, query.node), query, say or _to_stderr)
     yield from reader.all()
     while follow and not once and reader.goes_on():
         time.sleep(POLL_S)

@@ -16,11 +16,11 @@ MOST_BYTES = 10 << 20
 
 
 def large(at_s: float, draw: np.random.Generator) -> ArchiveSegment:
-    """A segment of some 150 kB."""
+    """A segment of some 40 kB."""
     names = [f"figure_{at}" for at in range(60)]
     windows = [
         TelemetryWindow(at_s + at / 1000, "1.1", dict(zip(names, draw.random(60).tolist(), strict=True)))
-        for at in range(500)
+        for at in range(150)
     ]
     return ArchiveSegment(tuple(windows))
 

@@ -193,7 +193,7 @@ def test_a_dead_workers_lines_and_the_nodes_newest_go_to_storage(
     found = stored_lines(storage)
     assert {key: texts(lines) for key, lines in found.items()} == {
         "logs/dead/05.jsonl.zst": ["line 0", "line 1", "line 2"],
-        "logs/nodes/abcd.jsonl.zst": ["line 0", "line 1", "line 2"],
+        node_key(NODE): ["line 0", "line 1", "line 2"],
     }
     slots = free_slots(storage)
     taken = [next(slots) for _ in range(DEAD_KEPT)]

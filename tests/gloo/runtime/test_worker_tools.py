@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +114,16 @@ def test_a_break_on_one_rank_holds_all_of_them_and_changes_no_loss(pool: Pool, t
     assert answers[1][1]["held_step"] - answers[1][1]["hit"]["step"] <= 1
 
 
+def line_of_loop() -> str:
+    """A line that each step passes."""
+    file = Path(__import__("picotron_ray.train.loop", fromlist=["loop"]).__file__)
+    lines = enumerate(file.read_text().splitlines(), 1)
+    return f"train/loop.py:{next(at for at, text in lines if 'loss = agreement.loss_sum' in text)}"
+
+
 @pytest.mark.parametrize("condition", ["", "step >= 5"])
 def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path, condition: str) -> None:
-    file = Path(__import__("picotron_ray.train.loop", fromlist=["loop"]).__file__)
-    number = next(
-        at for at, text in enumerate(file.read_text().splitlines(), 1) if "loss = agreement.loss_sum" in text
-    )
-    one = {"number": 1, "place": f"train/loop.py:{number}", "condition": condition, "timeout_s": 1.0}
+    one = {"number": 1, "place": line_of_loop(), "condition": condition, "timeout_s": 1.0}
     orders: list[dict[str, Any]] = [
         {"what": "break", "break": {**one, "ranks": [0]}},
         {"what": "break", "break": {**one, "number": 2, "place": "train/loop.py:1"}},
@@ -141,11 +146,18 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
 
 def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, tmp_path: Path) -> None:
     """The test is the agent, whose socket debugpy connects to; nobody speaks with it."""
-    with socket.create_server(("127.0.0.1", 0)) as agent:
+    with socket.create_server(("127.0.0.1", 0)) as agent, socket.create_server(("127.0.0.1", 0)) as later:
         attach = {"what": "attach", "port": agent.getsockname()[1]}
+        again = {"what": "attach", "port": later.getsockname()[1]}
+
+        def leave() -> None:
+            with agent.accept()[0]:
+                time.sleep(5.0)
+
+        person = threading.Thread(target=leave)
+        person.start()
         one = {"number": 1, "place": "phase:sync", "condition": "", "ranks": [], "timeout_s": 30.0}
-        line = {"what": "break", "break": {**one, "place": "train/loop.py:160"}}
-        hit = {"what": "breaks", "until": {"held": True}}
+        line = {"what": "break", "break": {**one, "place": line_of_loop()}}
         orders: list[dict[str, Any]] = [
             {**line, "rank": 1},
             {**attach, "rank": 1},
@@ -154,17 +166,18 @@ def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, t
             {**line, "rank": 1},
             {**attach, "rank": 1},
             {"what": "breaks", "rank": 0, "after_s": 3.0},
-            {"what": "break", "break": one},
-            hit,
-            {"what": "continue"},
+            {**again, "rank": 1, "until": {"attached": True}},
+            {"what": "breaks", "rank": 0, "after_s": 8.0},
         ]
         _, answers = run(pool, tmp_path / "attached", orders, debug={"attach": True})
-    assert "break" in answers[1][0]
+        person.join()
+    assert "refused" not in answers[1][0]
     assert "a breakpoint watches a line" in answers[1][1]["refused"]
     assert answers[1][3]["attached"] is True
     assert "a debugger is attached to this rank" in answers[1][4]["refused"]
     assert "attached to this rank already" in answers[1][5]["refused"]
     assert answers[0][0]["page"]["phase_limit_s"] >= 270, "rank 0 waits for rank 1"
+    assert answers[1][-1]["attached"] is True, "the first one is gone"
 
 
 def test_no_debugger_is_attached_unless_the_config_says_so(pool: Pool, tmp_path: Path) -> None:

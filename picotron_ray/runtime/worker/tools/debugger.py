@@ -22,7 +22,8 @@ LIMIT_S = 270.0
 """Of any phase while a debugger is attached; operations of process groups end after 300 s."""
 AGREE_S = 600.0
 """For the step at hand to end: before, other ranks would take a rank that stands still for a hang."""
-LOOK_S = 1.0
+CONNECT_S = 30.0
+LOOK_S, POLL_S = 1.0, 0.02
 
 
 class Debugger:
@@ -65,21 +66,52 @@ class Debugger:
                 raise ConfigError(
                     f"attach: no step has ended for {AGREE_S:g} s; ask again when the run trains"
                 )
-            debugpy.configure(subProcess=False)
-            debugpy.connect(("127.0.0.1", port))
-        except (ConfigError, Exception, SystemExit) as error:
+            connect = self._connect(debugpy, port)
+        except ConfigError:
             self.attached = False
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"attach: debugpy did not connect: {type(error).__name__}: {error}") from error
+            raise
         log.warning("a debugger is attached to this rank")
-        threading.Thread(target=self._watch, args=(port,), name="debugger-watch", daemon=True).start()
+        watch = threading.Thread(target=self._watch, args=(port, connect), name="debugger-watch", daemon=True)
+        watch.start()
         return {"attached": True}
 
-    def _watch(self, port: int) -> None:
-        """See the end of the connection, also where the agent dies; debugpy lets all threads go on then."""
+    @staticmethod
+    def _connect(debugpy: Any, port: int) -> threading.Thread:
+        """Have debugpy connect; it returns only once an IDE is there, so that it has a thread of its own."""
+        problems: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                debugpy.configure(subProcess=False)
+                debugpy.connect(("127.0.0.1", port))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (none may end the run)
+                problems.append(error)
+
+        thread = threading.Thread(target=connect, name="debugger-connect", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + CONNECT_S
+        while not _connected(port):
+            if problems or time.monotonic() > deadline:
+                why = repr(problems[0]) if problems else f"it has not for {CONNECT_S:g} s"
+                raise ConfigError(f"attach: debugpy did not connect: {why}")
+            time.sleep(POLL_S)
+        return thread
+
+    def _watch(self, port: int, connect: threading.Thread) -> None:
+        """See the end of the connection, also where the agent dies; debugpy lets all threads go on then.
+
+        Where no IDE ever came, its ``connect`` waits for one for ever, and would let no other connect.
+        """
+        pydevd, debugger = sys.modules["pydevd"], None
         while _connected(port):
+            debugger = pydevd.get_global_debugger() or debugger
             time.sleep(LOOK_S)
+        deadline = time.monotonic() + CONNECT_S
+        while pydevd.get_global_debugger() is not None and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # it clears up
+        if debugger is not None:
+            debugger.ready_to_run = True
+        connect.join(CONNECT_S)
         self.attached = False
         log.warning("no debugger is attached to this rank any more")
 

@@ -174,6 +174,26 @@ def bench_profile(
         _result(found, bench.lines(found), json_file)
 
 
+@benchmarks.command("watching")
+def bench_watching(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="name of a run that goes on")],
+    pairs: Annotated[int, typer.Option(min=3, help="each a block of steps that is watched and one not")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="of a block")] = 20,
+    scrape_s: Annotated[float, typer.Option(min=0.1, help="seconds between scrapes of all metrics")] = 5.0,
+    seed: Annotated[int, typer.Option(help="of the order within each pair")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Step times and CPU seconds of a run while its page is open and its metrics are scraped, over without.
+
+    Example: picotron-ray bench watching quickstart --pairs 30
+    """
+    with _reported(json_file):
+        from picotron_ray.bench.watching import bench
+
+        found = bench.bench(run, pairs, steps, scrape_s, seed, _say)
+        _result(found, bench.lines(found), json_file)
+
+
 @benchmarks.command("plan")
 def bench_plan(
     config: Config,

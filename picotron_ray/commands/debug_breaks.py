@@ -95,8 +95,14 @@ def continue_(run: Run, as_json: AsJson = False) -> None:
     with reported(as_json):
         from picotron_ray.runtime.driver import breakpoints
 
-        step = breakpoints.go_on(run)
-        emit({"step": step}) if as_json else print(f"run {run} goes on after step {step}")
+        step, still_set = breakpoints.go_on(run)
+        if as_json:
+            emit({"step": step, "still_set": still_set})
+            return
+        print(f"run {run} goes on after step {step}")
+        if still_set:
+            names = ", ".join(map(str, still_set))
+            print(f"breakpoint {names} may hold it again: `picotron-ray debug rm {run} NUMBER`")
 
 
 def inspect(

@@ -17,7 +17,7 @@ running generation's seconds went is told by the page of rank 0, whose phases le
 | ``remesh`` | a change of members or layout without a failure, up to its first step |
 | ``idle`` | waiting for workers |
 | ``finish`` | after the last step: the last commit, and whatever else a launch ends with |
-| ``paused`` | between launches, and pauses of operators |
+| ``paused`` | between launches, pauses of operators, and stops at breakpoints |
 | ``unknown`` | nobody saw it, as where a whole launch was killed |
 
 ``detect`` to ``recompute`` are also kept for each failure. A failure that strikes while another one is
@@ -42,6 +42,7 @@ _OF_PHASE = {
     **dict.fromkeys(("snapshot", "grow", "flush", "commit"), "checkpoint"),
     "data": "data",
     "evaluate": "eval",
+    "hold": "paused",
 }
 """Cause of a page's phase; that of all others is ``steps``."""
 _BEFORE_STEPS = ("rebuild", "restore")

@@ -16,7 +16,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.archive import ArchiveSegment, decode_segment, encode_segment
 from picotron_ray.observability.host import Host
@@ -129,7 +129,16 @@ class Recorder:
 
 
 def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str], None]) -> Path:
-    """Run a configuration to its end and keep its windows; returns the file that holds them."""
+    """Run a configuration to its end and keep its windows; returns the file that holds them.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+        PicotronError: the run did not finish.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
     job = job_of(name, seed, windows, folder)
     layout = Layout(**CONFIGS[name]["layout"])
     recorder, host = Recorder(layout), Host({"storage": folder})
@@ -161,6 +170,8 @@ def _watch(job: JobConfig, coordinator: Any, recorder: Recorder, host: Host) -> 
             due = time.monotonic() + STATUS_S
             status = poll(coordinator, 0)
             if status is not None and status["done"]:
+                if status["exit_code"]:
+                    raise PicotronError(f"run {job.name} did not finish: {status['detail']}")
                 return
             if status is not None:
                 more = {**run_figures(status, {}), **host.health()}

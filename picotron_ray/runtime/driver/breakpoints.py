@@ -81,8 +81,8 @@ def change(run: str, number: int, what: Change) -> None:
         raise ConfigError(f"{what}: saw breakpoint {number}, expected one of the run's: {known}")
 
 
-def go_on(run: str) -> int:
-    """Have a run go on; returns the step after which it was held.
+def go_on(run: str) -> tuple[int, list[int]]:
+    """Have a run go on; returns the step after which it was held, and the breakpoints that may hold it again.
 
     Raises:
         ConfigError: no breakpoint holds it.
@@ -92,7 +92,7 @@ def go_on(run: str) -> int:
     found = tools.to_all(range(tools.world_size), {"what": "continue"})
     if not any(answer.get("went_on") for answer in found.values()):
         raise ConfigError(f"continue: no breakpoint holds run {run}; it trains")
-    return int(held["held_step"])
+    return int(held["held_step"]), [one["number"] for one in held["breaks"] if one["enabled"]]
 
 
 def inspect(run: str, scope: str, name: str, ranks: str, whole: bool) -> dict[str, Any]:

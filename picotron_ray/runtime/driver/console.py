@@ -94,6 +94,14 @@ def telemetry_lines(status: dict[str, Any]) -> list[str]:
     return lines
 
 
+def held_lines(status: dict[str, Any]) -> list[str]:
+    """Say that a tool holds all ranks; nothing where they train."""
+    held = [page["step"] for page in status.get("pages", {}).values() if page["phase"] == "hold"]
+    run = status["run"]
+    found = f"`picotron-ray debug ls {run}` says by what, `picotron-ray debug continue {run}` ends it"
+    return [f"held after step {max(held)}: {found}"] if held else []
+
+
 def worker_lines(status: dict[str, Any]) -> list[str]:
     """The workers of the present generation by rank, with the process of each where its page is known."""
     lines = []
@@ -195,6 +203,7 @@ def status_lines(seen: dict[str, Any]) -> list[str]:
         return [end_line(seen), *(summary_lines(seen["summary"]) if seen["summary"] else ())]
     return [
         progress_line(seen),
+        *held_lines(seen),
         *telemetry_lines(seen),
         *worker_lines(seen),
         *submission_lines(seen),

@@ -89,6 +89,11 @@ def record(
         ConfigError: a rank refuses, or cannot record; nothing stays behind.
         LostRunError: the run stands still.
     """
+    if tools.held:
+        raise ConfigError(
+            f"run: {tools.run!r} is held after its step, as by a breakpoint: `picotron-ray debug continue"
+            f" {tools.run}` first; no step passes meanwhile that could be recorded"
+        )
     key = secrets.token_hex(8)
     armed = tools.to_all(ranks, {"what": "arm", "key": key, **order})
     refused = {rank: answer["refused"] for rank, answer in armed.items() if "refused" in answer}

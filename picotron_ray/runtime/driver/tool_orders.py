@@ -61,6 +61,11 @@ class RunTools:
             )
         return spec
 
+    @property
+    def held(self) -> bool:
+        """Whether a tool held the run's ranks at a boundary when this was made."""
+        return any(page["phase"] == "hold" for page in self.status["pages"].values())
+
     def _agent(self, node: str) -> Any:
         import ray
 

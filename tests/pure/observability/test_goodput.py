@@ -120,6 +120,17 @@ def test_evaluations_copies_and_waits_for_data_have_causes_of_their_own() -> Non
     world.check()
 
 
+def test_a_stop_at_a_breakpoint_is_a_pause() -> None:
+    world = World()
+    world.generation(0, cause="start")
+    world.steps(10)
+    world.spend(120.0, "paused", "hold")
+    world.steps(10)
+    told = world.account.told(world.now_s)
+    assert told["seconds"]["paused"] == pytest.approx(120.0)
+    assert told["goodput"] > 0.7
+
+
 def test_a_failure_while_another_is_recovered_from_takes_over() -> None:
     world = World()
     world.generation(0, "start")

@@ -21,6 +21,7 @@ from picotron_ray.runtime.driver.console import (
     event_line,
     metrics_lines,
     number,
+    held_lines,
     progress_line,
     submission_lines,
     summary_lines,
@@ -185,6 +186,13 @@ def test_a_live_view_shows_every_figure() -> None:
         "run night (running, generation -)", "loss 1.2346 held-out 2.0000, bigram 3.0000", "layout -",
         "members -", "jobs submitted as a",
     ]  # fmt: skip
+
+
+def test_a_run_that_is_held_says_so() -> None:
+    pages = {"w1": {"phase": "hold", "step": 7, "pid": 1}, "w2": {"phase": "sync", "step": 7, "pid": 2}}
+    [line] = held_lines({**STATUS, "pages": pages})
+    assert line.startswith("held after step 7: `picotron-ray debug ls night` says by what")
+    assert held_lines({**STATUS, "pages": {}}) == []
 
 
 def test_without_a_terminal_lines_come_with_events_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import follow_run, run_agents
+from picotron_ray.runtime.driver import follow_run, recordings, run_agents
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
 PAGES = {
@@ -51,6 +51,13 @@ def test_idle_workers_and_nodes_that_were_left_out_say_nothing_of_it() -> None:
 def test_a_run_that_starts_or_recovers_is_refused(told: dict[str, Any], pages: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="does not train now"):
         running(told, pages)
+
+
+def test_a_held_run_is_not_recorded() -> None:
+    tools = RunTools.__new__(RunTools)
+    tools.run, tools.status = "night", {"pages": {"w0": {"phase": "hold"}, "w1": {"phase": "sync"}}}
+    with pytest.raises(ConfigError, match="run: 'night' is held after its step.*debug continue night` first"):
+        recordings.record(tools, (0,), {})
 
 
 def test_of_a_paused_run_it_is_said_what_ends_that() -> None:

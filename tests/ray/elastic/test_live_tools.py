@@ -59,7 +59,7 @@ def test_a_live_run_is_profiled_and_held(live: Watched, tmp_path: Path) -> None:
     assert breakpoints.listed("tools")["held_step"] == seen["held_step"]
     assert not [event for event in live.look()["events"] if event["kind"] == "failure"]
     breakpoints.change("tools", one["number"], "rm")
-    assert breakpoints.go_on("tools") == seen["held_step"]
+    assert breakpoints.go_on("tools") == (seen["held_step"], [])
     live.until(lambda status: status["step"] > seen["held_step"] + 5)
     assert not live.status["failures"]
 

@@ -225,8 +225,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     small = "under" if found["small"] else "NOT under"
     parts = ", ".join(f"{part} {found[f'{part}_s']:.3f}" for part in ("page", "exporter", "telemetry"))
     return [
-        f"step time watched over unwatched: {found['ratio']:.4f}, 95 % interval {found['low']:.4f} to"
-        f" {found['high']:.4f} (half-width {100 * found['half_width']:.1f} %), {found['pairs']} pairs: {word}",
+        f"step time watched over unwatched: {found['ratio']:.4f}, 95 % interval"
+        f" {found['low']:.4f} to {found['high']:.4f} (half-width {100 * found['half_width']:.1f} %),"
+        f" {found['pairs']} pairs: {word}",
         f"CPU seconds of {found['run_s']:.1f}: {parts}; {100 * found['share']:.2f} %,"
         f" {small} {100 * BOUND:g} %",
         f"a page with one browser, {found['endpoints']} endpoints scraped each {found['scrape_s']:g} s:"

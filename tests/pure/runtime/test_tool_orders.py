@@ -56,9 +56,7 @@ def test_a_run_that_starts_or_recovers_is_refused(told: dict[str, Any], pages: d
 def test_a_held_run_is_not_recorded() -> None:
     tools = RunTools.__new__(RunTools)
     tools.run, tools.status = "night", {"pages": {"w0": {"phase": "hold"}, "w1": {"phase": "sync"}}}
-    with pytest.raises(
-        ConfigError, match=r"'night' is held after its step.*debug continue night` first"
-    ):
+    with pytest.raises(ConfigError, match=r"'night' is held after its step.*debug continue night` first"):
         recordings.record(tools, (0,), {})
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from picotron_ray.commands.output import emit
-from picotron_ray.launch import AsJson, reported
+from picotron_ray.commands.output import emit, table
+from picotron_ray.launch import AsJson, Config, Overrides, reported
 
 alerts = typer.Typer(no_args_is_help=True, help="Findings of the rules over a run's telemetry.")
 Run = Annotated[str, typer.Argument(help="name of a run")]
@@ -52,6 +52,36 @@ def silence(
         silenced(run, rule, seconds, why)
         told = {"run": run, "rule": rule, "seconds": seconds}
         emit(told) if as_json else print(f"run {run}: rule {rule} is silenced for {span}")
+
+
+@alerts.command("unsilence")
+def unsilence(
+    run: Run,
+    rule: Annotated[str, typer.Argument(help="name of a rule that is silenced, or * as it was given")],
+    as_json: AsJson = False,
+) -> None:
+    """End a silence: what fires of the rule is told with the next window.
+
+    Example: picotron-ray alerts unsilence quickstart straggler
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver.run_alerts import unsilence as unsilenced
+
+        unsilenced(run, rule)
+        emit({"run": run, "rule": rule}) if as_json else print(f"run {run}: rule {rule} is silenced no more")
+
+
+@alerts.command("rules")
+def rules(config: Config = "quickstart", overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """List the rules as a config has them: what each looks at, when it fires, and what it has done.
+
+    Example: picotron-ray alerts rules quickstart
+    """
+    with reported(as_json):
+        from picotron_ray.config.load import load_job
+        from picotron_ray.runtime.driver.run_alerts import rule_rows
+
+        table(rule_rows(load_job(config, overrides or [])), as_json)
 
 
 def seconds_of(span: str) -> float:

@@ -16,6 +16,10 @@ def metrics(
     rules: Annotated[
         bool, typer.Option("--rules", help="recording and alerting rules for Prometheus, as YAML")
     ] = False,
+    kubernetes: Annotated[
+        bool,
+        typer.Option("--kubernetes", help="with --rules: as a PrometheusRule of the Prometheus operator"),
+    ] = False,
     rule_tests: Annotated[
         str | None,
         typer.Option("--rule-tests", metavar="RULES", help="unit tests of the rules, which are in RULES"),
@@ -27,7 +31,9 @@ def metrics(
     Example: picotron-ray metrics --rules
     """
     if rules or rule_tests is not None or grafana:
-        return print(_made(grafana, rules, rule_tests, as_json))
+        return print(_made(grafana, rules, kubernetes, rule_tests, as_json))
+    if kubernetes:
+        raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     from picotron_ray.observability.catalogue import CATALOGUE
 
     rows = [
@@ -37,18 +43,23 @@ def metrics(
     return table(rows, as_json)
 
 
-def _made(grafana: bool, rules: bool, rule_tests: str | None, as_json: bool) -> str:
+def _made(grafana: bool, rules: bool, kubernetes: bool, rule_tests: str | None, as_json: bool) -> str:
     """Return the one file that is asked for."""
     if grafana + rules + (rule_tests is not None) > 1:
         raise typer.BadParameter("give one of --grafana, --rules and --rule-tests")
+    if kubernetes and not rules:
+        raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     if grafana:
         from picotron_ray.observability.dashboard import dashboard
 
         return json.dumps(dashboard(), indent=None if as_json else 1)
     import yaml
 
-    from picotron_ray.observability.alerts.prometheus_rules import prometheus_rules
+    from picotron_ray.observability.alerts.prometheus_rules import kubernetes_rules, prometheus_rules
     from picotron_ray.observability.alerts.prometheus_tests import tests_of_rules
 
-    found = prometheus_rules() if rule_tests is None else tests_of_rules(rule_tests)
+    if rule_tests is not None:
+        found = tests_of_rules(rule_tests)
+    else:
+        found = kubernetes_rules() if kubernetes else prometheus_rules()
     return json.dumps(found) if as_json else yaml.safe_dump(found, sort_keys=False, width=100)

@@ -56,6 +56,8 @@ def test_rules_are_sound_and_pass_their_unit_tests(
         done = promtool(prometheus_programs, *words)
         assert done.returncode == 0, done.stdout + done.stderr
     groups = yaml.safe_load(rules.read_text())["groups"]
+    manifest = yaml.safe_load(printed("--rules", "--kubernetes"))
+    assert (manifest["kind"], manifest["spec"]["groups"]) == ("PrometheusRule", groups)
     alerting = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert {rule["labels"]["rule"] for rule in alerting} == set(EXPRESSIONS)
     assert set(EXPRESSIONS) | set(LEFT_OUT) == set(BY_NAME)

@@ -184,6 +184,16 @@ def prometheus_rules() -> dict[str, Any]:
     }
 
 
+def kubernetes_rules() -> dict[str, Any]:
+    """Return the rules as the Prometheus operator takes them; its Prometheus may select by further labels."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "picotron", "labels": {"app.kubernetes.io/part-of": "picotron"}},
+        "spec": prometheus_rules(),
+    }
+
+
 def _alerts() -> Iterator[dict[str, Any]]:
     for name, rule in BY_NAME.items():
         if name in EXPRESSIONS:

@@ -7,10 +7,12 @@ which alone decides (``coordinator.rule_findings``).
 
 from __future__ import annotations
 
+import difflib
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -18,9 +20,10 @@ from picotron_ray.config.schema.alerts import AlertSilenceConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, RuleAct, RuleFinding
 from picotron_ray.errors import ConfigError
-from picotron_ray.observability.alerts.book import AlertBook, Silence
+from picotron_ray.observability.alerts.book import EVERY_RULE, AlertBook, Silence
 from picotron_ray.observability.alerts.detectors import open_detectors
 from picotron_ray.observability.alerts.finding import LEVELS, AlertFinding
+from picotron_ray.observability.alerts.rules import BY_NAME
 from picotron_ray.observability.alerts.sinks import AlertSink, SinkAddressError, address_of
 from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.run_record import RunRecord
@@ -127,12 +130,30 @@ class AlertService:
     def silence(self, rule: str, seconds: float, why: str) -> None:
         """Silence a rule for so long, from now on."""
         with self._lock:
-            known = self._book.rules
-            if rule not in (*known, "*"):
-                raise ConfigError(f"rule: saw {rule!r}, expected one of {', '.join(known)}, or *")
+            self._check(rule)
             now = time.time()
             self._book.silence(Silence(rule, now + seconds, why), now)
         self._record.note("info", ALERT, f"rule {rule} is silenced for {seconds:.0f} s: {why or 'no reason'}")
+
+    def unsilence(self, rule: str) -> None:
+        """End the silences of a rule; what fires of it is told with the next window."""
+        with self._lock:
+            if not self._book.unsilence(rule):
+                silenced = ", ".join(each.rule for each in self._book.silences) or "none"
+                raise ConfigError(f"rule: saw {rule!r}, expected one that is silenced: {silenced}")
+        self._record.note("info", ALERT, f"rule {rule} is silenced no more")
+
+    def _check(self, rule: str) -> None:
+        known = (*self._book.rules, EVERY_RULE)
+        if rule in known:
+            return
+        if rule in BY_NAME:
+            gpus = ", which has no GPUs" if BY_NAME[rule].gpu else ": alerts.rules of its config"
+            raise ConfigError(f"rule: saw {rule!r}, which is off in this run{gpus}")
+        near = difflib.get_close_matches(rule, known, 1, 0.0)[0]
+        raise ConfigError(
+            f"rule: saw {rule!r}, which is no rule; nearest: {near} (`picotron-ray alerts rules`)"
+        )
 
     # --- on the alerts' thread ---------------------------------------------------------------------------
 
@@ -202,10 +223,18 @@ class AlertCalls:
 
     def silence(self, rule: str, seconds: float, why: str = "") -> str:
         """Silence a rule; returns why it was not, "" where it was."""
-        if self._alerts is None:
-            return "alerts are off in this run (alerts.enabled, telemetry.interval_s)"
-        try:
-            self._alerts.silence(rule, seconds, why)
-        except ConfigError as error:
-            return str(error)
-        return ""
+        return _refusal(lambda alerts: alerts.silence(rule, seconds, why), self._alerts)
+
+    def unsilence(self, rule: str) -> str:
+        """End silences of a rule; returns why that was not done, "" where it was."""
+        return _refusal(lambda alerts: alerts.unsilence(rule), self._alerts)
+
+
+def _refusal(do: Callable[[AlertService], None], alerts: AlertService | None) -> str:
+    if alerts is None:
+        return "alerts are off in this run (alerts.enabled, telemetry.interval_s)"
+    try:
+        do(alerts)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.alerts.rules import BY_NAME, rules_of
 from picotron_ray.runtime.driver.run_connection import connect_to_run
 
 ANSWER_S = 20.0
@@ -41,6 +43,39 @@ def silence(run: str, rule: str, seconds: float, why: str) -> None:
     refused = ray.get(coordinator.silence.remote(rule, seconds, why), timeout=ANSWER_S)
     if refused:
         raise ConfigError(refused)
+
+
+def unsilence(run: str, rule: str) -> None:
+    """End the silences of a rule of a run.
+
+    Raises:
+        ConfigError: the rule is not silenced, or the run's alerts are off.
+    """
+    import ray
+
+    coordinator, _ = connect_to_run(run)
+    refused = ray.get(coordinator.unsilence.remote(rule), timeout=ANSWER_S)
+    if refused:
+        raise ConfigError(refused)
+
+
+def rule_rows(job: JobConfig) -> list[dict[str, Any]]:
+    """Return the rules as a config has them, those that are off too: what each looks at, when it fires."""
+    on = {rule.name: rule for gpu in (True, False) for rule in rules_of(job.alerts, gpu=gpu)}
+    acts = {each.rule: each.do for each in job.alerts.act}
+    return [
+        {
+            "rule": name,
+            "severity": rule.severity,
+            "figure": rule.figure,
+            "fires": f"{rule.kind} {rule.threshold:g}" + (f" with {rule.beside}" if rule.beside else ""),
+            "windows": rule.windows,
+            "on": "no" if name not in on else "GPUs alone" if rule.gpu else "yes",
+            "does": acts.get(name, "-"),
+            "means": rule.means,
+        }
+        for name, rule in {**BY_NAME, **on}.items()
+    ]
 
 
 def alert_lines(found: dict[str, Any], every: bool) -> Iterator[str]:

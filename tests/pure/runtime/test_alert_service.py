@@ -127,7 +127,11 @@ def test_a_silence_by_hand_holds_and_names_what_it_does_not_know() -> None:
         _telemetry = type("T", (), {"alerts": made})()
 
     actor = Actor()
-    assert "saw 'dsk', expected one of" in actor.silence("dsk", 60.0)
+    assert "saw 'dsk', which is no rule; nearest: disk (" in actor.silence("dsk", 60.0)
+    assert "saw 'utilization', which is off in this run, which has no GPUs" in actor.silence(
+        "utilization", 60.0
+    )
+    assert "saw 'nan', expected one that is silenced: none" in actor.unsilence("nan")
     assert actor.silence("nan", 1e10, "we know") == ""
     fed(made, window(1, bad_steps_total=1.0, bad_step=14.0))
     assert made.asked() == []
@@ -136,6 +140,9 @@ def test_a_silence_by_hand_holds_and_names_what_it_does_not_know() -> None:
     told = "\n".join(alert_lines({"run": "x", **(actor.alerts() or {})}, False))
     assert "critical nan (silenced)" in told
     assert "silenced: nan until" in told
+    assert actor.unsilence("nan") == ""
+    fed(made, window(2, bad_steps_total=2.0, bad_step=18.0))
+    assert notes.told[-1][0] == "error"
     made.finish(1.0)
 
 

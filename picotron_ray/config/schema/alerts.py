@@ -144,8 +144,8 @@ class AlertSilenceConfig(Section):
     until: str | None = Field(
         default=None,
         pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?Z$",
-        description="end in UTC, such as 2026-12-01T08:00Z, after which it silences nothing; null: for as long"
-        " as the run goes on",
+        description="end in UTC, such as 2026-12-01T08:00Z, after which it silences nothing; null: for as"
+        " long as the run goes on",
     )
     why: str = Field(default="", description="why, for whoever looks")
 

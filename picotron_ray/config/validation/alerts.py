@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from difflib import get_close_matches
 
 from picotron_ray.config.problem import Problem
@@ -62,6 +63,12 @@ def _names(job: JobConfig) -> Iterator[Problem]:
             hint = _nearest(silence.rule, known)
             key = f"alerts.silences.{index}.rule"
             yield Problem(key, f"saw {silence.rule!r}, which is no rule, {hint}", ("alerts.rules",))
+        try:
+            datetime.fromisoformat((silence.until or "2026-12-01T08:00Z").replace("Z", "+00:00"))
+        except ValueError as error:
+            saw = f"saw {silence.until!r}, which is no date ({error})"
+            text = f"{saw}, expected one in UTC such as 2026-12-01T08:00Z"
+            yield Problem(f"alerts.silences.{index}.until", text)
 
 
 REWINDS = ("nan", "loss-spike", "gradient-exploding")

@@ -189,7 +189,7 @@ def kubernetes_rules() -> dict[str, Any]:
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
-        "metadata": {"name": "picotron", "labels": {"app.kubernetes.io/part-of": "picotron"}},
+        "metadata": {"name": "picotron", "labels": {"app.kubernetes.io/part-of": "picotron-ray"}},
         "spec": prometheus_rules(),
     }
 

@@ -40,7 +40,8 @@ class AlertService:
 
     def __init__(self, job: JobConfig, record: RunRecord, device: str) -> None:
         self._job, self._record = job, record
-        detectors, rules = open_detectors(job.alerts, gpu=device == "cuda")
+        self._gpu = device == "cuda"
+        detectors, rules = open_detectors(job.alerts, gpu=self._gpu)
         self._book = AlertBook(
             detectors,
             rules,
@@ -117,7 +118,9 @@ class AlertService:
                 "firing": [each.plain() for each in book.firing],
                 "resolved": [each.plain() for each in book.past],
                 "silences": [
-                    {"rule": each.rule, "until_s": each.until_s, "why": each.why} for each in book.silences
+                    {"rule": each.rule, "until_s": each.until_s, "why": each.why}
+                    for each in book.silences
+                    if each.until_s is None or each.until_s > time.time()
                 ],
                 "windows": book.windows,
                 "windows_dropped": self.windows_dropped,
@@ -140,7 +143,7 @@ class AlertService:
         with self._lock:
             if not self._book.unsilence(rule):
                 silenced = ", ".join(each.rule for each in self._book.silences) or "none"
-                raise ConfigError(f"rule: saw {rule!r}, expected one that is silenced: {silenced}")
+                raise ConfigError(f"rule: saw {rule!r}, expected what a silence was given for: {silenced}")
         self._record.note("info", ALERT, f"rule {rule} is silenced no more")
 
     def _check(self, rule: str) -> None:
@@ -148,9 +151,13 @@ class AlertService:
         if rule in known:
             return
         if rule in BY_NAME:
-            gpus = ", which has no GPUs" if BY_NAME[rule].gpu else ": alerts.rules of its config"
-            raise ConfigError(f"rule: saw {rule!r}, which is off in this run{gpus}")
-        near = difflib.get_close_matches(rule, known, 1, 0.0)[0]
+            why = (
+                ", which has no GPUs"
+                if BY_NAME[rule].gpu and not self._gpu
+                else ": alerts.rules of its config"
+            )
+            raise ConfigError(f"rule: saw {rule!r}, which is off in this run{why}")
+        near = difflib.get_close_matches(rule, (*known, *BY_NAME), 1, 0.0)[0]
         raise ConfigError(
             f"rule: saw {rule!r}, which is no rule; nearest: {near} (`picotron-ray alerts rules`)"
         )

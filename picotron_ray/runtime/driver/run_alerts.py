@@ -8,6 +8,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
+from picotron_ray.observability.alerts.detectors import UNUSUAL
 from picotron_ray.observability.alerts.rules import BY_NAME, rules_of
 from picotron_ray.runtime.driver.run_connection import connect_to_run
 
@@ -61,20 +62,24 @@ def unsilence(run: str, rule: str) -> None:
 
 def rule_rows(job: JobConfig) -> list[dict[str, Any]]:
     """Return the rules as a config has them, those that are off too: what each looks at, when it fires."""
-    on = {rule.name: rule for gpu in (True, False) for rule in rules_of(job.alerts, gpu=gpu)}
+    on = {rule.name: rule for rule in rules_of(job.alerts, gpu=True)} if job.alerts.enabled else {}
+    if set(job.alerts.detectors) & {"robust", "learned"} and job.alerts.enabled:
+        on[UNUSUAL.name] = UNUSUAL
     acts = {each.rule: each.do for each in job.alerts.act}
     return [
         {
             "rule": name,
             "severity": rule.severity,
             "figure": rule.figure,
-            "fires": f"{rule.kind} {rule.threshold:g}" + (f" with {rule.beside}" if rule.beside else ""),
+            "fires": f"{rule.kind} {rule.threshold:g}" + (f" with {rule.beside}" if rule.beside else "")
+            if rule is not UNUSUAL
+            else f"alerts.detectors {', '.join(job.alerts.detectors)}",
             "windows": rule.windows,
             "on": "no" if name not in on else "GPUs alone" if rule.gpu else "yes",
             "does": acts.get(name, "-"),
             "means": rule.means,
         }
-        for name, rule in {**BY_NAME, **on}.items()
+        for name, rule in {**BY_NAME, UNUSUAL.name: UNUSUAL, **on}.items()
     ]
 
 

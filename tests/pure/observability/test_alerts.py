@@ -358,6 +358,11 @@ def test_a_baseline_is_the_median_of_the_newest_values() -> None:
             "turns off",
         ),
         ({"silences": [{"rule": "stragler"}]}, "alerts.silences.0.rule", "did you mean straggler?"),
+        (
+            {"silences": [{"rule": "disk", "until": "2026-13-01T08:00Z"}]},
+            "alerts.silences.0.until",
+            "expected one in UTC such as",
+        ),
         ({"sinks": [{"kind": "slack"}]}, "alerts.sinks.0", "saw none of url"),
         ({"sinks": [{"kind": "slack", "url": "https://h/SECRET"}]}, "alerts.sinks.0.url", "secret"),
         ({"sinks": [{"kind": "webhook", "url": "ftp://h/SECRET"}]}, "alerts.sinks.0.url", "begins with"),

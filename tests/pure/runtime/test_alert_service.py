@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from picotron_ray.config.schema.alerts import ALERT_RULES
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.rule_findings import RULE_ACT
@@ -18,7 +19,7 @@ from picotron_ray.observability.windows import TelemetryWindow
 from picotron_ray.runtime.coordinator.alert_service import MOST_WAITING, AlertCalls, AlertService
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.coordinator.telemetry import open_telemetry
-from picotron_ray.runtime.driver.run_alerts import alert_lines
+from picotron_ray.runtime.driver.run_alerts import alert_lines, rule_rows
 
 ACT = {"act": [{"rule": "straggler", "do": "quarantine"}, {"rule": "nan", "do": "rewind"}]}
 
@@ -119,6 +120,24 @@ def test_the_bad_step_itself_is_what_a_rewind_is_asked_for() -> None:
     made.finish(1.0)
 
 
+def test_the_rules_of_a_config_are_listed_those_that_are_off_too() -> None:
+    rules = [{"rule": "disk", "threshold": 0.8}, {"rule": "leak", "enabled": False}]
+    alerts = {**ACT, "rules": rules, "detectors": ["thresholds", "robust"]}
+    rows = {row["rule"]: row for row in rule_rows(JobConfig.model_validate({"alerts": alerts}))}
+    assert set(rows) == {*ALERT_RULES, "unusual"}
+    assert (rows["disk"]["fires"], rows["disk"]["on"]) == ("above 0.8", "yes")
+    assert (rows["leak"]["on"], rows["xid"]["on"], rows["nan"]["does"]) == ("no", "GPUs alone", "rewind")
+    assert (rows["unusual"]["on"], rows["unusual"]["fires"]) == ("yes", "alerts.detectors thresholds, robust")
+    off = rule_rows(JobConfig.model_validate({"alerts": {"enabled": False}}))
+    assert {row["on"] for row in off} == {"no"}
+
+
+def test_a_silence_that_is_over_is_none() -> None:
+    made = service(Notes(), silences=[{"rule": "disk", "until": "2020-01-01T00:00Z"}, {"rule": "nan"}])
+    assert [each["rule"] for each in made.status()["silences"]] == ["nan"]
+    made.finish(1.0)
+
+
 def test_a_silence_by_hand_holds_and_names_what_it_does_not_know() -> None:
     notes = Notes()
     made = service(notes, **ACT)
@@ -131,7 +150,7 @@ def test_a_silence_by_hand_holds_and_names_what_it_does_not_know() -> None:
     assert "saw 'utilization', which is off in this run, which has no GPUs" in actor.silence(
         "utilization", 60.0
     )
-    assert "saw 'nan', expected one that is silenced: none" in actor.unsilence("nan")
+    assert "saw 'nan', expected what a silence was given for: none" in actor.unsilence("nan")
     assert actor.silence("nan", 1e10, "we know") == ""
     fed(made, window(1, bad_steps_total=1.0, bad_step=14.0))
     assert made.asked() == []

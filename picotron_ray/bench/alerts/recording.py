@@ -28,6 +28,7 @@ from picotron_ray.runtime.ray_cluster import connect
 from picotron_ray.runtime.ray_cluster.names import run_folder
 from picotron_ray.runtime.telemetry_page import SUFFIX, StepRow, read_rows
 from picotron_ray.runtime.telemetry_window import WARM_UP, figures_of
+from picotron_ray.train.step_clock import PIPELINE_EVERY
 
 STEPS = 4
 """Steps of a window."""
@@ -76,7 +77,7 @@ def job_of(name: str, seed: int, windows: int, folder: Path) -> JobConfig:
     values: dict[str, Any] = {
         "name": f"clean-{name}",
         "seed": seed,
-        "steps": windows * STEPS + WARM_UP + STEPS,
+        "steps": (windows + 1) * STEPS * steps_apart(Layout(**CONFIGS[name]["layout"])) + WARM_UP,
         "data": {"sequence_length": 16, "global_batch": 4},
         "cluster": {"device": "cpu", "min_workers": 2, "max_workers": 2},
         "checkpoint": {"interval_steps": 500},
@@ -88,11 +89,17 @@ def job_of(name: str, seed: int, windows: int, folder: Path) -> JobConfig:
     return JobConfig.model_validate(values)
 
 
+def steps_apart(layout: Layout) -> int:
+    """Steps from one that is timed to the next: pipelines time every other one."""
+    return PIPELINE_EVERY if layout.pp > 1 else 1
+
+
 class Recorder:
     """Windows of one run, as its pages are read."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._apart = steps_apart(layout)
         self._rows: dict[int, dict[int, StepRow]] = {}  # by step and rank
         self._next, self._id = 0, (0, 0)
         self.found: list[TelemetryWindow] = []
@@ -111,7 +118,7 @@ class Recorder:
         whole = sorted(step for step, by in self._rows.items() if len(by) == self._layout.world_size)
         while len(whole) >= STEPS:
             steps = whole[:STEPS]
-            if steps[-1] - steps[0] == STEPS - 1:
+            if steps[-1] - steps[0] == (STEPS - 1) * self._apart:
                 self.found.append(self._window(steps, more))
             self._next = steps[-1] + 1
             whole = whole[STEPS:]

@@ -23,6 +23,7 @@ from picotron_ray.runtime.driver.follow_run import LostRunError
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
 HOST = "127.0.0.1"
+MOST_PORT = 65_535
 MOST_STOP_S = 240.0
 """Operations that other ranks wait in end after 300 s."""
 ADAPTER_S = 30.0
@@ -79,12 +80,15 @@ def check_port(port: int) -> None:
     Raises:
         ConfigError: it is taken, or is none.
     """
+    if not 0 <= port <= MOST_PORT:
+        raise ConfigError(f"--port: saw {port}, expected from 0, any that is free, to {MOST_PORT}")
     try:
         with socket.create_server((HOST, port)):
             return
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--port: saw {port}, which cannot be had ({why}); take another, or 0") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--port: saw {port}, which cannot be had ({error.strerror}); take another, or 0"
+        ) from error
 
 
 @contextmanager

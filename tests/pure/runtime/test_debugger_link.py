@@ -130,7 +130,7 @@ def test_a_node_has_so_many_links_and_forgets_none_that_is_open(monkeypatch: pyt
 
 @pytest.mark.parametrize("port", [-1, 70_000])
 def test_a_port_that_is_none_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"^--port: saw {port}, which cannot be had"):
+    with pytest.raises(ConfigError, match=f"^--port: saw {port}, expected from 0"):
         attach_debugger.check_port(port)
 
 

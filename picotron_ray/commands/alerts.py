@@ -62,6 +62,8 @@ def unsilence(
 ) -> None:
     """End a silence: what fires of the rule is told with the next window.
 
+    One that the config gives comes back with another coordinator.
+
     Example: picotron-ray alerts unsilence quickstart straggler
     """
     with reported(as_json):

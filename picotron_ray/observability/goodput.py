@@ -17,7 +17,7 @@ running generation's seconds went is told by the page of rank 0, whose phases le
 | ``remesh`` | a change of members or layout without a failure, up to its first step |
 | ``idle`` | waiting for workers |
 | ``finish`` | after the last step: the last commit, and whatever else a launch ends with |
-| ``paused`` | between launches, pauses of operators, and stops at breakpoints |
+| ``paused`` | between launches, pauses of operators, stops at breakpoints and for recordings |
 | ``unknown`` | nobody saw it, as where a whole launch was killed |
 
 ``detect`` to ``recompute`` are also kept for each failure. A failure that strikes while another one is
@@ -296,11 +296,13 @@ class GoodputAccount:
     def _follow_step(self, page: Mapping[str, Any], given: list[Given], since_s: float) -> None:
         """Remember what was given since the newest finished step, ``since_s`` ago."""
         if page["step"] <= self._step:
-            self._unfinished += [one for one in given if one[0] not in (*_BEFORE_STEPS, self._first)]
+            kept = (*_BEFORE_STEPS, self._first, "paused")  # a failure during a pause did not take so long
+            self._unfinished += [one for one in given if one[0] not in kept]
             self._unfinished = _summed(self._unfinished)
             return
         self._unfinished = []
-        for named, at, seconds in reversed(given[-2:]):  # of a step that is not finished yet
+        steps = [one for one in given if one[0] != "paused"]
+        for named, at, seconds in reversed(steps[-2:]):  # of a step that is not finished yet
             self._unfinished.append((named, at, min(since_s, seconds)))
             since_s -= min(since_s, seconds)
         self._step, self._step_s = page["step"], page["step_time_s"]

@@ -55,6 +55,12 @@ def free_slots(storage: Storage) -> Iterator[int]:
     return itertools.cycle(sorted(range(DEAD_KEPT), key=lambda slot: (used.get(slot, 0.0), slot)))
 
 
+def stored_nodes(storage: Storage) -> list[str]:
+    """Name the nodes that storage has lines of, as their keys do. Raises StorageError: it does not answer."""
+    names = (entry.key.removeprefix(f"{PREFIX}nodes/") for entry in storage.list(f"{PREFIX}nodes/"))
+    return sorted(name.removesuffix(".jsonl.zst") for name in names)
+
+
 def may_hold(key: str, node: str) -> bool:
     """Tell whether an object may have lines of a node, of which ``node`` is the id's first characters."""
     if not node or not key.startswith(f"{PREFIX}nodes/"):

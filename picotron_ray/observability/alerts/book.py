@@ -107,11 +107,11 @@ class AlertBook:
         held = [each for each in self.silences if each.until_s is None or each.until_s > now_s]
         self.silences = [*held[1 - MOST_SILENCES :], new]
 
-    def unsilence(self, rule: str) -> bool:
-        """End silences that were given for a rule, or for all by ``*``; False where there are none."""
-        before = len(self.silences)
-        self.silences = [each for each in self.silences if each.rule != rule]
-        return len(self.silences) < before
+    def unsilence(self, rule: str, now_s: float) -> bool:
+        """End silences that were given for a rule, or for all by ``*``; False where none held."""
+        held = [each for each in self.silences if each.until_s is None or each.until_s > now_s]
+        self.silences = [each for each in held if each.rule != rule]
+        return len(self.silences) < len(held)
 
     def obeyed(self, rule: str) -> None:
         """Hear that something was done on what a rule found: what fires of it asks no more."""

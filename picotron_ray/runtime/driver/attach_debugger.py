@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -28,7 +31,8 @@ MOST_STOP_S = 240.0
 """Operations that other ranks wait in end after 300 s."""
 ADAPTER_S = 30.0
 WAIT_S = 2.0
-READ_BYTES = 1 << 16
+READ_BYTES, MOST_SAID = 1 << 16, 4096
+ADAPTER = "debugpy.adapter"
 Say = Callable[[str], None]
 
 
@@ -61,7 +65,7 @@ def attach(run: str, rank: str, port: int, stop_s: float, say: Say, told: Callab
     chosen = tools.ranks(rank, (0,), "--rank")
     if len(chosen) != 1:
         raise ConfigError(f"--rank: saw {rank!r}, expected one rank; a debugger is attached to each alone")
-    with adapter_on(port) as adapter:
+    with ended_in_order(), adapter_on(port) as adapter:
         link = RankLink(tools, chosen[0], stop_s)
         try:
             say(f"rank {chosen[0]}: its debugger connects at the end of the step at hand")
@@ -72,6 +76,23 @@ def attach(run: str, rank: str, port: int, stop_s: float, say: Say, told: Callab
             return link.relay(adapter.server)
         finally:
             link.detach()
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Have SIGTERM end the adapter and let the rank go on, as an interrupt does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_port(port: int) -> None:
@@ -113,9 +134,7 @@ def adapter_on(port: int) -> Iterator[Adapter]:
         ]
         began = subprocess.run([*command, own], stdin=subprocess.DEVNULL, check=False)
         try:
-            with listener.accept()[0] as said:
-                said.settimeout(ADAPTER_S)
-                ends: dict[str, Any] = json.load(said.makefile())
+            ends = _told_by_adapter(listener)
         except (OSError, ValueError) as error:
             raise ConfigError(f"attach: debugpy's adapter did not start (exit {began.returncode})") from error
     if "error" in ends:
@@ -128,6 +147,30 @@ def adapter_on(port: int) -> Iterator[Adapter]:
         if process is not None:
             with suppress(psutil.Error):
                 process.terminate()
+
+
+def _told_by_adapter(listener: socket.socket) -> dict[str, Any]:
+    """What our adapter says of its ports. Others may connect too, but have no process of ours at such ports.
+
+    Raises:
+        OSError, ValueError: it says nothing.
+    """
+    deadline = time.monotonic() + ADAPTER_S
+    while time.monotonic() < deadline:
+        with listener.accept()[0] as said:
+            said.settimeout(ADAPTER_S)
+            found: dict[str, Any] = json.loads(said.makefile().read(MOST_SAID))
+        if "error" in found or all(_is_ours(found[end]["port"]) for end in ("client", "server")):
+            return found
+    raise TimeoutError(f"nothing was heard of it for {ADAPTER_S:g} s")
+
+
+def _is_ours(port: int) -> bool:
+    """Whether an adapter which this user runs listens at a port."""
+    process = _listener_at(port)
+    with suppress(psutil.Error):
+        return process is not None and process.uids().real == os.getuid() and ADAPTER in process.cmdline()
+    return False
 
 
 def _listener_at(port: int) -> psutil.Process | None:

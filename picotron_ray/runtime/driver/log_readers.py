@@ -21,7 +21,7 @@ from picotron_ray.observability.logs.pages import Cursor, LogPage, page_of, read
 from picotron_ray.observability.logs.query import Query
 from picotron_ray.runtime.driver import find_stored, follow_run, launch_mark
 from picotron_ray.runtime.driver.run_connection import refuse_no_name
-from picotron_ray.runtime.log_shipping import stored_lines
+from picotron_ray.runtime.log_shipping import NODE_DIGITS, stored_lines, stored_nodes
 from picotron_ray.runtime.ray_cluster import connect, local_ray
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR, known_nodes
 from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name, coordinator_name
@@ -154,8 +154,8 @@ class LogReaders:
         if storage is None:
             return {}
         found = _by_node(stored_lines(storage, self._node))
-        if self._node and not any(name.startswith(self._node) for name in found):
-            return _by_node(stored_lines(storage))  # to tell which there are
+        if self._node and not any(name.startswith(self._node[:NODE_DIGITS]) for name in found):
+            return {name: [] for name in stored_nodes(storage)}  # to tell which there are
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -47,8 +48,10 @@ class DebuggerCalls:
         except ValueError:
             return {"refused": f"worker {worker} has ended"}
         key = secrets.token_hex(16)
-        link = links[key] = DebuggerLink(worker, partial(self._page_of, worker), stop_s)
-        order = {"what": "attach", "port": link.port}
+        link = links[key] = DebuggerLink(
+            worker, (generation[0], generation[1]), partial(self._page_of, worker), stop_s
+        )
+        order = {"what": "attach", "port": link.port, "agent": os.getpid()}
         asked = actor.tool.remote(term, generation, order)
         threading.Thread(target=_hear, args=(link, asked), name="debugger-asked", daemon=True).start()
         return {"link": key}

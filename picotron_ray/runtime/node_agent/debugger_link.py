@@ -7,6 +7,7 @@ has stood still too long.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import psutil
 
 from picotron_ray.runtime.heartbeat import PageView
 
+log = logging.getLogger(__name__)
 CONNECT_S = 660.0
 """For the worker to connect: after the end of the step at hand."""
 SILENT_S = 20.0
@@ -32,12 +34,15 @@ class DebuggerLink:
     Args:
         worker: its name.
         page: returns its heartbeat page; None: it is gone.
-        stop_s: longest time of one phase of it.
+        generation: that its rank is of; the link ends with it.
+        stop_s: longest time of one phase of it, and by how much a step may take longer than the others.
     """
 
-    def __init__(self, worker: str, page: Callable[[], PageView | None], stop_s: float) -> None:
+    def __init__(
+        self, worker: str, generation: tuple[int, int], page: Callable[[], PageView | None], stop_s: float
+    ) -> None:
         self.worker, self.over = worker, ""
-        self._page, self._stop_s = page, stop_s
+        self._page, self._stop_s, self._generation = page, stop_s, generation
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._socket: socket.socket | None = None
@@ -89,8 +94,13 @@ class DebuggerLink:
 
     def _read(self) -> None:
         try:
-            self._socket = self._accepted()
-            while data := self._socket.recv(READ_BYTES):
+            one = self._accepted()
+            with self._changed:
+                if self.over:  # meanwhile
+                    one.close()
+                    return
+                self._socket = one
+            while data := one.recv(READ_BYTES):
                 with self._changed:
                     self._buffer += data
                     self._changed.notify_all()
@@ -113,15 +123,38 @@ class DebuggerLink:
             one.close()
 
     def _watch(self) -> None:
+        step, since_s = -1, time.monotonic()
         while not self.over:
             time.sleep(LOOK_S)
-            now, page = time.monotonic(), self._page()
-            if page is None:
-                self.close(f"worker {self.worker} has ended")
-            elif now - self._heard_s > SILENT_S:
-                self.close("nobody has asked for it any more")
-            elif self.connected and page.phase != "idle" and now - page.phase_since_s > self._stop_s:
-                self.close(f"its rank has stood still for {self._stop_s:g} s in phase {page.phase}")
+            now = time.monotonic()
+            try:
+                page = self._page()
+            except OSError as error:  # out of files, for a while
+                log.warning("the page of %s cannot be read: %s", self.worker, error)
+                continue
+            if page is not None and (page.step != step or page.phase == "hold"):
+                step, since_s = page.step, now
+            why = self._end_of(page, now, since_s)
+            if why:
+                self.close(why)
+
+    def _end_of(self, page: PageView | None, now: float, since_s: float) -> str:
+        """Why the link is to be closed; empty: it is not.
+
+        Args:
+            since_s: when the rank was first seen to be past its newest step.
+        """
+        if page is None:
+            return f"worker {self.worker} has ended"
+        if now - self._heard_s > SILENT_S:
+            return "nobody has asked for it any more"
+        if (page.term, page.n) != self._generation:
+            return f"generation {self._generation[0]}.{self._generation[1]} of its rank has ended"
+        if self.connected and now - page.phase_since_s > self._stop_s:
+            return f"its rank has stood still for {self._stop_s:g} s in phase {page.phase}"
+        if self.connected and now - since_s > self._stop_s + max(0.0, page.step_time_s):
+            return f"a step of its rank has taken {self._stop_s:g} s longer than the one before"
+        return ""
 
 
 def _connects(pid: int, port: int, to: int) -> bool:

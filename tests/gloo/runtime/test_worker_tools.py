@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import threading
 import time
@@ -147,12 +148,15 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
 def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, tmp_path: Path) -> None:
     """The test is the agent, whose socket debugpy connects to; nobody speaks with it."""
     with socket.create_server(("127.0.0.1", 0)) as agent, socket.create_server(("127.0.0.1", 0)) as later:
-        attach = {"what": "attach", "port": agent.getsockname()[1]}
-        again = {"what": "attach", "port": later.getsockname()[1]}
+        attach = {"what": "attach", "port": agent.getsockname()[1], "agent": os.getpid()}
+        again = {**attach, "port": later.getsockname()[1]}
+        foreign = {**attach, "agent": 1}
 
         def leave() -> None:
             with agent.accept()[0]:
                 time.sleep(5.0)
+            with later.accept()[0]:
+                time.sleep(1.0)
 
         person = threading.Thread(target=leave)
         person.start()
@@ -162,26 +166,28 @@ def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, t
             {**line, "rank": 1},
             {**attach, "rank": 1},
             {"what": "rm", "number": 1, "rank": 1},
+            {**foreign, "rank": 1},
             {**attach, "rank": 1},
             {**line, "rank": 1},
             {**attach, "rank": 1},
             {"what": "breaks", "rank": 0, "after_s": 3.0},
             {**again, "rank": 1, "until": {"attached": True}},
-            {"what": "breaks", "rank": 0, "after_s": 8.0},
+            {"what": "breaks", "rank": 0, "after_s": 14.0},
         ]
         _, answers = run(pool, tmp_path / "attached", orders, debug={"attach": True})
         person.join()
     assert "refused" not in answers[1][0]
     assert "a breakpoint watches a line" in answers[1][1]["refused"]
-    assert answers[1][3]["attached"] is True
-    assert "a debugger is attached to this rank" in answers[1][4]["refused"]
-    assert "attached to this rank already" in answers[1][5]["refused"]
+    assert answers[1][3]["refused"] == "attach: it was taken back", "the agent does not listen there"
+    assert answers[1][4]["attached"] is True
+    assert "a debugger is attached to this rank" in answers[1][5]["refused"]
+    assert "attached to this rank already" in answers[1][6]["refused"]
     assert answers[0][0]["page"]["phase_limit_s"] >= 270, "rank 0 waits for rank 1"
     assert answers[1][-1]["attached"] is True, "the first one is gone"
 
 
 def test_no_debugger_is_attached_unless_the_config_says_so(pool: Pool, tmp_path: Path) -> None:
-    _, answers = run(pool, tmp_path / "plain", [{"what": "attach", "port": 1}])
+    _, answers = run(pool, tmp_path / "plain", [{"what": "attach", "port": 1, "agent": 1}])
     for of_rank in answers:
         assert of_rank[0]["refused"].startswith(
             "attach: debug.attach is off, since a debugger can run any code"

@@ -129,6 +129,10 @@ def test_a_stop_at_a_breakpoint_is_a_pause() -> None:
     told = world.account.told(world.now_s)
     assert told["seconds"]["paused"] == pytest.approx(120.0)
     assert told["goodput"] > 0.7
+    world.spend(300.0, "paused", "hold")
+    world.account.failed(world.now_s)
+    (failure,) = world.account.failures
+    assert failure["detect_s" if "detect_s" in failure else "detect"] < 5.0, "the stop was no part of it"
 
 
 def test_a_failure_while_another_is_recovered_from_takes_over() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -41,8 +42,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debugger_link, "LOOK_S", 0.05)
 
 
-def page(pid: int, since_s: float = 1e12, phase: str = "sync") -> Any:
-    return SimpleNamespace(pid=pid, phase_since_s=since_s, phase=phase)
+def page(pid: int, since_s: float = 1e12, phase: str = "sync", **more: Any) -> Any:
+    values = {"pid": pid, "phase_since_s": since_s, "phase": phase, "step": 3, "step_time_s": 0.1}
+    return SimpleNamespace(**{**values, "term": 1, "n": 1, **more})
+
+
+def link_of(pages: Any, stop_s: float = 60.0) -> DebuggerLink:
+    return DebuggerLink("w1-1", (1, 1), pages, stop_s)
 
 
 def start(link: DebuggerLink, worker: subprocess.Popen[str]) -> None:
@@ -59,7 +65,7 @@ def received(link: DebuggerLink) -> bytes:
 
 
 def test_a_link_takes_its_workers_connection_alone(worker: subprocess.Popen[str]) -> None:
-    link = DebuggerLink("w1-1", lambda: page(worker.pid), 60.0)
+    link = link_of(lambda: page(worker.pid))
     with socket.create_connection(("127.0.0.1", link.port)) as other:
         other.settimeout(20)
         assert other.recv(1) == b"", "a process of another kind is shut out"
@@ -81,7 +87,7 @@ def test_a_rank_that_nobody_looks_at_goes_on(
     worker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(debugger_link, "SILENT_S", 1.0)
-    link = DebuggerLink("w1-1", lambda: page(worker.pid), 60.0)
+    link = link_of(lambda: page(worker.pid))
     start(link, worker)
     assert received(link) == b"hello"
     assert link.send(b"stay")
@@ -92,7 +98,7 @@ def test_a_rank_that_nobody_looks_at_goes_on(
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_stands_still_too_long_goes_on(worker: subprocess.Popen[str]) -> None:
     began = time.monotonic()
-    link = DebuggerLink("w1-1", lambda: page(worker.pid, began), 1.0)
+    link = link_of(lambda: page(worker.pid, began), 1.0)
     start(link, worker)
     assert received(link) == b"hello"
     while not link.over and time.monotonic() < began + 20:
@@ -102,8 +108,71 @@ def test_a_rank_that_stands_still_too_long_goes_on(worker: subprocess.Popen[str]
 
 
 @pytest.mark.usefixtures("quick")
+def test_many_short_stops_of_one_step_are_one_long_one(worker: subprocess.Popen[str]) -> None:
+    """Other ranks wait in one operation for the sum of them."""
+    link = link_of(lambda: page(worker.pid, time.monotonic(), "forward"), 1.0)
+    start(link, worker)
+    began = time.monotonic()
+    while not link.over and time.monotonic() < began + 20:
+        link.receive(0.1)
+    assert link.over == "a step of its rank has taken 1 s longer than the one before"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_hold_of_all_ranks_is_no_long_step(worker: subprocess.Popen[str]) -> None:
+    link = link_of(lambda: page(worker.pid, time.monotonic(), "hold"), 0.5)
+    start(link, worker)
+    time.sleep(2.0)
+    assert not link.over
+    link.close("")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_link_ends_with_its_generation(worker: subprocess.Popen[str]) -> None:
+    link = link_of(lambda: page(worker.pid, n=2))
+    received(link)
+    assert link.over == "generation 1.1 of its rank has ended"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_page_that_cannot_be_read_for_a_while_ends_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debugger_link, "SILENT_S", 0.5)
+    answers: list[Any] = [OSError(24, "too many open files"), page(1)]
+
+    def pages() -> Any:
+        found = answers[0] if len(answers) == 1 else answers.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    link = link_of(pages)
+    time.sleep(1.5)
+    assert link.over == "nobody has asked for it any more"
+
+
+def test_a_link_that_is_closed_while_it_takes_a_connection_keeps_none(
+    worker: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    plain = debugger_link._connects
+
+    def slow(*arguments: Any) -> bool:
+        entered.set()
+        go_on.wait(20)
+        return plain(*arguments)
+
+    monkeypatch.setattr(debugger_link, "_connects", slow)
+    link = link_of(lambda: page(worker.pid))
+    start(link, worker)
+    assert entered.wait(20)
+    link.close("it was detached")
+    go_on.set()
+    assert worker.wait(20) is not None, "its connection is over"
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_link_ends_with_its_worker() -> None:
-    link = DebuggerLink("w1-1", lambda: None, 60.0)
+    link = link_of(lambda: None)
     assert received(link) == b""
     assert link.over == "worker w1-1 has ended"
 

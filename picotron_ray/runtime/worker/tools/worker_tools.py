@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -138,6 +139,8 @@ class WorkerTools(StepTools):
             tool.end(step)
             if flags & GO:
                 tool.go()
+        if self._debugger.traced:
+            self._debugger.clear()
         if breaks is not None and not breaks.idle:
             breaks.install()
             self._listen("breaks", breaks.on_phase)
@@ -230,7 +233,10 @@ class WorkerTools(StepTools):
             breaks.refuse_lines(
                 "attach: a breakpoint watches a line; `rm` it first: the debugger has its own"
             )
-            return self._debugger.attach(order["port"])
+            if self._tool is not None and self._tool.live:
+                raise ConfigError("attach: a recording is under way; ask again when it is done")
+            tell_all = partial(place.requests.add, DEBUGGED)
+            return self._debugger.attach(order["port"], order["agent"], tell_all)
         if what in ("enable", "disable", "rm"):
             return breaks.change(order["number"], what)
         if what == "continue":
@@ -257,6 +263,8 @@ class WorkerTools(StepTools):
             raise ConfigError(
                 "another recording is under way; one at a time: wait for its end, and ask again"
             )
+        if self._debugger.attached and order["kind"] in ("call", "line"):
+            raise ConfigError("trace: a debugger is attached to this rank, and traces it; end that one first")
         window = RecordedSteps(order["wait"], order["warmup"], order["active"])
         tells = self._listen, self._telemetry
         recording = recording_of(order, self._job, self._device, *tells, engine, self._data)

@@ -1,4 +1,4 @@
-"""What it costs a live run to be watched: the page with a browser on it, scrapes of all metrics, telemetry.
+"""Cost to a live run of being watched: the page with a browser on it, scrapes of all metrics, telemetry.
 
 Blocks of steps with and without page and scrapes come in interleaved pairs, whose order is drawn by seed.
 Between them the page's process is stopped. Step times give an interval as of `bench.profile`; CPU seconds are
@@ -55,7 +55,7 @@ class CpuSeconds:
 
 
 @dataclass
-class Watcher:
+class PageAndScraper:
     """A page with one browser on it, and a scraper, both of which stand still unless they are to look."""
 
     page: psutil.Process
@@ -191,7 +191,7 @@ def shares(watched: CpuSeconds, plain: CpuSeconds, telemetry_s: float) -> dict[s
 
 
 @contextmanager
-def watcher_of(run: str, endpoints: tuple[str, ...], scrape_s: float) -> Iterator[Watcher]:
+def watcher_of(run: str, endpoints: tuple[str, ...], scrape_s: float) -> Iterator[PageAndScraper]:
     """Serve a run's page in a process of its own.
 
     Raises:
@@ -209,7 +209,7 @@ def watcher_of(run: str, endpoints: tuple[str, ...], scrape_s: float) -> Iterato
             raise PicotronError(f"`picotron-ray dashboard {run}` did not start (exit {process.wait()})")
         told = json.loads(line)
         where = f"http://{told['host']}:{told['port']}/"
-        watcher = Watcher(psutil.Process(process.pid), where, told["token"], endpoints, scrape_s)
+        watcher = PageAndScraper(psutil.Process(process.pid), where, told["token"], endpoints, scrape_s)
         watcher.begin()
         try:
             yield watcher

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from calendar import monthrange
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 from difflib import get_close_matches
+from re import findall
 
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.alerts import ALERT_RULES, FIGURES
@@ -63,12 +64,16 @@ def _names(job: JobConfig) -> Iterator[Problem]:
             hint = _nearest(silence.rule, known)
             key = f"alerts.silences.{index}.rule"
             yield Problem(key, f"saw {silence.rule!r}, which is no rule, {hint}", ("alerts.rules",))
-        try:
-            datetime.fromisoformat((silence.until or "2026-12-01T08:00Z").replace("Z", "+00:00"))
-        except ValueError as error:
-            saw = f"saw {silence.until!r}, which is no date ({error})"
-            text = f"{saw}, expected one in UTC such as 2026-12-01T08:00Z"
+        if silence.until is not None and not _is_date(silence.until):
+            text = f"saw {silence.until!r}, which is no date, expected one in UTC such as 2026-12-01T08:00Z"
             yield Problem(f"alerts.silences.{index}.until", text)
+
+
+def _is_date(text: str) -> bool:
+    """Whether a time of the schema's form is one of the calendar."""
+    year, month, day, hour, minute, *second = map(int, findall(r"\d+", text))
+    days = monthrange(year, month)[1] if year and 1 <= month <= 12 else 0
+    return 1 <= day <= days and hour < 24 and minute < 60 and all(part < 60 for part in second)
 
 
 REWINDS = ("nan", "loss-spike", "gradient-exploding")

@@ -150,7 +150,7 @@ def adapter_on(port: int) -> Iterator[Adapter]:
 
 
 def _told_by_adapter(listener: socket.socket) -> dict[str, Any]:
-    """Return what our adapter says of its ports. Others may connect too, but have no process of ours at such ports.
+    """Return what our adapter says of its ports. Others that connect have no process of ours at theirs.
 
     Raises:
         OSError, ValueError: it says nothing.

@@ -102,7 +102,7 @@ def continue_(run: Run, as_json: AsJson = False) -> None:
         print(f"run {run} goes on after step {step}")
         if still_set:
             names = ", ".join(map(str, still_set))
-            print(f"breakpoint {names} may hold it again: `picotron-ray debug rm {run} NUMBER`")
+            print(f"breakpoint {names} may hold it again: `picotron-ray debug rm {run} {still_set[0]}`")
 
 
 def inspect(

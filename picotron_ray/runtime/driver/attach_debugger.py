@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 from picotron_ray.runtime.driver.follow_run import LostRunError
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
@@ -57,19 +57,19 @@ def attach(run: str, rank: str, port: int, stop_s: float, say: Say, told: Callab
         LostRunError: the agent of the rank's node does not answer.
     """
     if importlib.util.find_spec("debugpy") is None:
-        raise ConfigError("attach: debugpy is not installed here; install the extra `debug`")
+        raise ConfigError(f"attach: debugpy is not installed here; {install_extra('debug')}")
     if not 0 < stop_s <= MOST_STOP_S:
         raise ConfigError(f"--timeout-s: saw {stop_s:g}, expected above 0 and at most {MOST_STOP_S:g}")
     check_port(port)
     tools = RunTools(run)
     chosen = tools.ranks(rank, (0,), "--rank")
     if len(chosen) != 1:
-        raise ConfigError(f"--rank: saw {rank!r}, expected one rank; a debugger is attached to each alone")
+        last = tools.world_size - 1
+        raise ConfigError(f"--rank: saw {rank!r}, expected one rank from 0 to {last}: each has its debugger")
     with ended_in_order(), adapter_on(port) as adapter:
         link = RankLink(tools, chosen[0], stop_s)
         try:
-            say(f"rank {chosen[0]}: its debugger connects at the end of the step at hand")
-            why = link.connect()
+            why = link.connect(lambda: say(f"rank {chosen[0]}: its debugger connects at the end of a step"))
             if why:
                 raise ConfigError(f"rank {chosen[0]}: {why.removeprefix('attach: ')}")
             told(adapter.client)
@@ -88,11 +88,12 @@ def ended_in_order() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_port(port: int) -> None:
@@ -204,13 +205,21 @@ class RankLink:
         found: Mapping[str, Any] = self._call("debugger_receive", self._key, WAIT_S)
         return found
 
-    def connect(self) -> str:
-        """Wait until the debugger has connected; returns why it does not, else nothing."""
+    def connect(self, waits: Callable[[], None]) -> str:
+        """Wait until the debugger has connected; returns why it does not, else nothing.
+
+        Args:
+            waits: is called once where that takes a while.
+        """
+        told = False
         while True:
             answer = self._receive()
             self._first: bytes = answer["data"]
             if answer["connected"] or answer["over"]:
                 return "" if answer["connected"] else str(answer["over"])
+            if not told:
+                waits()
+            told = True
 
     def relay(self, port: int) -> str:
         """Carry bytes between the debugger and the adapter's port; returns why that is over."""

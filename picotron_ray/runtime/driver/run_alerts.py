@@ -76,7 +76,7 @@ def rule_rows(job: JobConfig) -> list[dict[str, Any]]:
             else f"alerts.detectors {', '.join(job.alerts.detectors)}",
             "windows": rule.windows,
             "on": "no" if name not in on else "GPUs alone" if rule.gpu else "yes",
-            "does": acts.get(name, "-"),
+            "act": acts.get(name, "-"),
             "means": rule.means,
         }
         for name, rule in {**BY_NAME, UNUSUAL.name: UNUSUAL, **on}.items()

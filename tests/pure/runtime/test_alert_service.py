@@ -126,7 +126,7 @@ def test_the_rules_of_a_config_are_listed_those_that_are_off_too() -> None:
     rows = {row["rule"]: row for row in rule_rows(JobConfig.model_validate({"alerts": alerts}))}
     assert set(rows) == {*ALERT_RULES, "unusual"}
     assert (rows["disk"]["fires"], rows["disk"]["on"]) == ("above 0.8", "yes")
-    assert (rows["leak"]["on"], rows["xid"]["on"], rows["nan"]["does"]) == ("no", "GPUs alone", "rewind")
+    assert (rows["leak"]["on"], rows["xid"]["on"], rows["nan"]["act"]) == ("no", "GPUs alone", "rewind")
     assert (rows["unusual"]["on"], rows["unusual"]["fires"]) == ("yes", "alerts.detectors thresholds, robust")
     off = rule_rows(JobConfig.model_validate({"alerts": {"enabled": False}}))
     assert {row["on"] for row in off} == {"no"}

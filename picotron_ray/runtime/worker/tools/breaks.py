@@ -116,7 +116,7 @@ class Breaks:
             ConfigError: ``why``: there is one.
         """
         with self._lock:
-            if self._files:
+            if self._files or self._by_line:
                 raise ConfigError(why)
 
     def plain(self) -> list[dict[str, Any]]:

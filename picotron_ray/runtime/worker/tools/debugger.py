@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, install_extra
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
@@ -206,7 +206,7 @@ def _debugpy() -> Any:
         import debugpy  # noqa: T100 (it is what the command is for)
     except ImportError as error:
         raise ConfigError(
-            f"attach: debugpy is not installed on this rank's node ({sys.executable}); install the extra"
-            " `debug` there"
+            f"attach: debugpy is not installed on this rank's node ({sys.executable});"
+            f" {install_extra('debug')} there"
         ) from error
     return debugpy

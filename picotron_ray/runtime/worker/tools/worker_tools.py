@@ -166,6 +166,8 @@ class WorkerTools(StepTools):
             if tool is not None and tool.state == "stopped":
                 tool.rounds.append((began_ns, time.time_ns()))
             rounds += 1
+            if self._breaks is not None:
+                self._breaks.install()  # what was removed meanwhile watches no more: a debugger may come
             if flags & DEBUGGED:
                 self._debugger.heard()
             if not flags & HOLD or flags & STOP:

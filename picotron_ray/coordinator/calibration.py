@@ -42,7 +42,9 @@ def _tell(memory: MachineMemory, measured_s: float, estimated_s: float, before: 
         f"a step takes {measured_s:.3g} s, {ratio:.3g} times the estimate of {estimated_s:.3g} s for {layout}"
     )
     if before:
-        text += f"; before it was {before:.3g} times: look for a slow device, link or source of data"
+        text += f"; before it was {before:.3g} times"
+    if before and ratio > before:
+        text += ": look for a slow device, link or source of data"
     if memory.calibration != NONE:
         text += f"; the estimate is corrected by {memory.calibration}"
     figures = {"predicted_s": estimated_s, "measured_s": measured_s, "ratio": ratio}

@@ -157,7 +157,8 @@ from picotron_ray.runtime.worker.newest_operations import newest_operations
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(30):
     dist.all_reduce(torch.ones(4))
-print(newest_operations().decode())
+print(newest_operations().decode(), flush=True)
+dist.destroy_process_group()  # one that is left to the interpreter's end may abort the process
 """
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": recorded}
     done = subprocess.run(

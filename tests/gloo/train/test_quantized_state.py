@@ -120,7 +120,7 @@ def test_rows_of_a_tensor_are_decoded_by_themselves() -> None:
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook_of.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
-    with pytest.raises(LayoutError, match=r"optimizer.moments: saw 8bit, .*install picotron-ray\[8bit\]"):
+    with pytest.raises(LayoutError, match=r"optimizer.moments: saw 8bit, .*install the extra 8bit"):
         build_engine(job_of("8bit"), Layout(), 0, None, CPU)
 
 

@@ -70,7 +70,9 @@ def unsilence(
         from picotron_ray.runtime.driver.run_alerts import unsilence as unsilenced
 
         unsilenced(run, rule)
-        emit({"run": run, "rule": rule}) if as_json else print(f"run {run}: rule {rule} is silenced no more")
+        emit({"run": run, "rule": rule}) if as_json else print(
+            f"run {run}: the silence of rule {rule} is ended"
+        )
 
 
 @alerts.command("rules")

@@ -30,10 +30,10 @@ def metrics(
 
     Example: picotron-ray metrics --rules
     """
+    if kubernetes and not rules:
+        raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     if rules or rule_tests is not None or grafana:
         return print(_made(grafana, rules, kubernetes, rule_tests, as_json))
-    if kubernetes:
-        raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     from picotron_ray.observability.catalogue import CATALOGUE
 
     rows = [
@@ -47,8 +47,6 @@ def _made(grafana: bool, rules: bool, kubernetes: bool, rule_tests: str | None, 
     """Return the one file that is asked for."""
     if grafana + rules + (rule_tests is not None) > 1:
         raise typer.BadParameter("give one of --grafana, --rules and --rule-tests")
-    if kubernetes and not rules:
-        raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     if grafana:
         from picotron_ray.observability.dashboard import dashboard
 

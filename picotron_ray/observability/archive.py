@@ -254,7 +254,8 @@ class ArchiveBudget:
             last_put_s: time of the newest object of earlier terms; None: there is none.
             left: bytes that were left after it, or owed where negative. What was saved is not handed on.
         """
-        self._left, self._at_s = min(0.0, left), now_s if last_put_s is None else min(now_s, last_put_s)
+        self._left = min(0.0, max(left, -float(END_BYTES)))  # no term owes more
+        self._at_s = now_s if last_put_s is None else min(now_s, last_put_s)
         if last_put_s is None:
             self._left = float(BURST_BYTES)
 

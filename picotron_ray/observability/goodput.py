@@ -296,8 +296,8 @@ class GoodputAccount:
     def _follow_step(self, page: Mapping[str, Any], given: list[Given], since_s: float) -> None:
         """Remember what was given since the newest finished step, ``since_s`` ago."""
         if page["step"] <= self._step:
-            kept = (*_BEFORE_STEPS, self._first, "paused")  # a failure during a pause did not take so long
-            self._unfinished += [one for one in given if one[0] not in kept]
+            final = (*_BEFORE_STEPS, self._first, "paused")  # no failure takes these back
+            self._unfinished += [one for one in given if one[0] not in final]
             self._unfinished = _summed(self._unfinished)
             return
         self._unfinished = []

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ import psutil
 
 from picotron_ray.bench.profile.bench import PASS_STEPS, interval
 from picotron_ray.bench.telemetry import bench as telemetry
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import ConfigError, PicotronError
 from picotron_ray.runtime.driver import recordings
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
@@ -108,7 +108,7 @@ def bench(run: str, pairs: int, steps: int, scrape_s: float, seed: int, say: Say
     tools, draw = RunTools(run), random.Random(seed)
     served = tools.status.get("metrics") or {"endpoints": {}}
     endpoints = tuple(f"http://{at}/metrics" for at in served["endpoints"].values())
-    processes = actors()
+    processes = actors([page["pid"] for page in tools.status["pages"].values()])
     ratios: list[float] = []
     spent = {True: CpuSeconds(), False: CpuSeconds()}
     with watcher_of(run, endpoints, scrape_s) as watcher:
@@ -124,21 +124,32 @@ def bench(run: str, pairs: int, steps: int, scrape_s: float, seed: int, say: Say
         pushed, scraped = watcher.pushed, watcher.scraped
     if not (pushed and scraped):
         raise PicotronError(f"nothing was looked at: {pushed} lines pushed, {scraped} bytes scraped")
-    step_us = telemetry.bench(1000, 4, 8, lambda line: None)["worker"][0]["step_us"]
+    kind = "pipeline" if tools.spec.layout.pp > 1 else "loop"
+    costs = {
+        row["passes"]: row["step_us"] for row in telemetry.bench(1000, 4, 8, lambda line: None)["worker"]
+    }
     looked = {"lines_pushed": pushed, "bytes_scraped": scraped, "endpoints": len(endpoints)}
     means = {"run": run, "pairs": pairs, "steps": steps, "scrape_s": scrape_s, "ratios": ratios}
     blocks = steps + PASS_STEPS
-    cost = shares(spent[True], spent[False], 1e-6 * step_us * blocks * pairs * tools.world_size)
+    cost = shares(spent[True], spent[False], 1e-6 * costs[kind] * blocks * pairs * tools.world_size)
     return {**means, **looked, **interval(ratios), **cost}
 
 
-def actors() -> list[psutil.Process]:
-    """Processes of this machine that are agents, coordinators or workers."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if _title(process).startswith(ACTORS):
-                found.append(process)
+def actors(workers: Collection[int]) -> list[psutil.Process]:
+    """Agents, coordinator and workers of a run that are on this machine.
+
+    Args:
+        workers: pids of the run's.
+
+    Raises:
+        ConfigError: workers of another run are on this machine: whose the agents are cannot be told.
+    """
+    found = [each for each in psutil.process_iter() if _title(each).startswith(ACTORS)]
+    strange = [each.pid for each in found if _title(each).startswith(ACTORS[-1]) and each.pid not in workers]
+    if strange:
+        raise ConfigError(
+            f"run: processes {strange} on this machine are workers of another run; end that one"
+        )
     return found
 
 

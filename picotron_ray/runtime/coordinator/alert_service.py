@@ -141,10 +141,9 @@ class AlertService:
     def unsilence(self, rule: str) -> None:
         """End the silences of a rule; what fires of it is told with the next window."""
         with self._lock:
-            ended, now = self._book.unsilence(rule, time.time()), time.time()
-            left = [each.rule for each in self._book.silences]
-            if not ended:
-                names = ", ".join(left) or "none"
+            now = time.time()
+            if not self._book.unsilence(rule, now):
+                names = ", ".join(each.rule for each in self._book.silences) or "none"
                 raise ConfigError(f"rule: saw {rule!r}, expected what a silence was given for: {names}")
             covered = any(each.covers(rule, now) for each in self._book.silences)
         still = f"; the silence of {EVERY_RULE} covers it still" if covered else ""

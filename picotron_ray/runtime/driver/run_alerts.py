@@ -38,12 +38,7 @@ def silence(run: str, rule: str, seconds: float, why: str) -> None:
     Raises:
         ConfigError: there is no such run or rule, or its alerts are off.
     """
-    import ray
-
-    coordinator, _ = connect_to_run(run)
-    refused = ray.get(coordinator.silence.remote(rule, seconds, why), timeout=ANSWER_S)
-    if refused:
-        raise ConfigError(refused)
+    _order(run, "silence", rule, seconds, why)
 
 
 def unsilence(run: str, rule: str) -> None:
@@ -52,10 +47,14 @@ def unsilence(run: str, rule: str) -> None:
     Raises:
         ConfigError: the rule is not silenced, or the run's alerts are off.
     """
+    _order(run, "unsilence", rule)
+
+
+def _order(run: str, method: str, *arguments: Any) -> None:
     import ray
 
     coordinator, _ = connect_to_run(run)
-    refused = ray.get(coordinator.unsilence.remote(rule), timeout=ANSWER_S)
+    refused = ray.get(getattr(coordinator, method).remote(*arguments), timeout=ANSWER_S)
     if refused:
         raise ConfigError(refused)
 

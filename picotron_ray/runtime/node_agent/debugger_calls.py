@@ -39,7 +39,7 @@ class DebuggerCalls:
             stop_s: time of one phase after which the link is closed.
         """
         links = DebuggerCalls._links
-        for key in [key for key, link in links.items() if link.over]:
+        for key in [key for key, link in list(links.items()) if link.over]:
             del links[key]
         if len(links) >= MOST_LINKS:
             return {"refused": f"attach: {MOST_LINKS} debuggers are attached on this node; end one of them"}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from picotron_ray.bench.watching import bench
 from picotron_ray.bench.watching.bench import CpuSeconds, lines, shares
 from picotron_ray.commands.bench import benchmarks
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import ConfigError, PicotronError
 
 
 def test_what_answering_scrapes_costs_is_what_the_service_takes_more() -> None:
@@ -45,6 +45,14 @@ def test_cpu_seconds_are_those_of_processes() -> None:
         pass
     assert bench._cpu_s(own) >= before > 0
     assert bench._title(own).endswith(Path(sys.executable).name) or bench._title(own)
+
+
+def test_workers_of_another_run_are_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = psutil.Process(os.getpid())
+    monkeypatch.setattr(bench, "_title", lambda each: "ray::WorkerActor" if each.pid == own.pid else "")
+    assert [each.pid for each in bench.actors([own.pid])] == [own.pid]
+    with pytest.raises(ConfigError, match="are workers of another run"):
+        bench.actors([])
 
 
 def test_a_page_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,14 +78,12 @@ class Debugger:
             tell_all()
             self._await_agreement(port, agent)
             connect = self._connect(debugpy, port)
-            _check_peer(port, agent)
-            watch = threading.Thread(
-                target=self._watch, args=(port, connect), name="debugger-watch", daemon=True
-            )
-            watch.start()
         except BaseException:
             self.attached = False
             raise
+        watch = threading.Thread(target=self._watch, args=(port, connect), name="debugger-watch", daemon=True)
+        watch.start()  # from now on it is what says that none is attached any more
+        _check_peer(port, agent)
         log.warning("a debugger is attached to this rank")
         return {"attached": True}
 

@@ -134,16 +134,14 @@ class WorkerTools(StepTools):
 
     def boundary(self, step: int, flags: int, flags_of_all: FlagsOfAll) -> None:
         """Hear that a step is over."""
-        tool, breaks, page = self._tool, self._breaks, self._page
+        tool, page = self._tool, self._page
         if tool is not None:
             tool.end(step)
             if flags & GO:
                 tool.go()
         if self._debugger.traced:
             self._debugger.clear()
-        if breaks is not None and not breaks.idle:
-            breaks.install()
-            self._listen("breaks", breaks.on_phase)
+        self._install_breaks()
         if flags & HOLD:
             flags |= self._hold(step, flags_of_all) & DEBUGGED
         patient = flags & (GO | PATIENT)
@@ -166,8 +164,7 @@ class WorkerTools(StepTools):
             if tool is not None and tool.state == "stopped":
                 tool.rounds.append((began_ns, time.time_ns()))
             rounds += 1
-            if self._breaks is not None:
-                self._breaks.install()  # what was removed meanwhile watches no more: a debugger may come
+            self._install_breaks()  # what was removed meanwhile watches no more: a debugger may come
             if flags & DEBUGGED:
                 self._debugger.heard()
             if not flags & HOLD or flags & STOP:
@@ -181,6 +178,12 @@ class WorkerTools(StepTools):
         if self._breaks is not None:
             self._breaks.go_on()
         return flags
+
+    def _install_breaks(self) -> None:
+        """Put into force what was ordered of breakpoints."""
+        if self._breaks is not None and not self._breaks.idle:
+            self._breaks.install()
+            self._listen("breaks", self._breaks.on_phase)
 
     def _wants(self) -> bool:
         """Whether this rank wants all to stay; where it does not, no look begins until others do."""
@@ -233,7 +236,8 @@ class WorkerTools(StepTools):
             return {"break": self._add_break(order["break"], breaks)}
         if what == "attach":
             breaks.refuse_lines(
-                "attach: a breakpoint watches a line; `rm` it first: the debugger has its own"
+                "attach: a breakpoint watches a line until the end of a step: `rm` it, and ask again; the"
+                " debugger has its own"
             )
             if self._tool is not None and self._tool.live:
                 raise ConfigError("attach: a recording is under way; ask again when it is done")

@@ -1,4 +1,4 @@
-"""A thread that trains nothing, to which an IDE attaches twice: prints whether it is traced, while and after."""
+"""A thread that trains nothing, to which an IDE attaches twice: prints whether it is traced then, and after."""
 
 from __future__ import annotations
 

@@ -80,13 +80,13 @@ def attach(run: str, rank: str, port: int, stop_s: float, say: Say, told: Callab
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Have SIGTERM end the adapter and let the rank go on, as an interrupt does."""
+    """Have SIGTERM and SIGHUP end the adapter and let the rank go on, as an interrupt does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

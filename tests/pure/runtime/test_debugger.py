@@ -23,9 +23,12 @@ from picotron_ray.runtime.worker.tools.debugger import Debugger
 SERVED = """
 import sys, time
 from picotron_ray.runtime.driver.attach_debugger import adapter_on, ended_in_order
-with ended_in_order(), adapter_on(0) as adapter:
-    print(adapter.client, flush=True)
-    time.sleep(60)
+try:
+    with ended_in_order(), adapter_on(0) as adapter:
+        print(adapter.client, flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(7)
 """
 
 
@@ -112,7 +115,7 @@ def test_sigterm_ends_the_adapter_too() -> None:
         port = int(process.stdout.readline())
         assert attach_debugger._is_ours(port)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(20) == 7
     deadline = time.monotonic() + 20
     while attach_debugger._listener_at(port) is not None:
         assert time.monotonic() < deadline

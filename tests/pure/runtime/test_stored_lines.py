@@ -26,9 +26,7 @@ def test_a_read_of_one_node_reads_its_objects_alone(tmp_path: Path) -> None:
     assert len(stored_lines(storage)) == 5
 
 
-def test_for_a_node_that_is_not_known_nothing_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_for_a_node_that_is_unknown_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand nodes have a gigabyte of lines; their names stand in their keys."""
     storage = LocalStorage(str(tmp_path), "night")
     storage.put(node_key(NODE), zstandard.ZstdCompressor().compress(b"line\n"))

@@ -1,4 +1,4 @@
-"""A thread that trains nothing, to which an IDE attaches twice: prints whether it is traced then, and after."""
+"""A thread that trains nothing, an IDE attaches to it twice: prints whether it is traced then, and later."""
 
 from __future__ import annotations
 

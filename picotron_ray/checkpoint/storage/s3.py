@@ -11,6 +11,7 @@ and, where the object is there by then, compared.
 from __future__ import annotations
 
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -60,6 +61,12 @@ _NO_BATCHES = {  # what servers say that do not know DeleteObjects, or not with 
     "MissingSecurityHeader",
     "405",
     "501",
+}
+_NO_TLS = {  # another try ends the same way: what the two sides are, not what a connection suffered
+    "CERTIFICATE_VERIFY_FAILED": "set AWS_CA_BUNDLE to the server's authority",
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS there: http:// in storage.endpoint_url",
+    "UNSUPPORTED_PROTOCOL": "the server's TLS is too old",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the server's TLS is too old",
 }
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"}
 _DENIED = {
@@ -261,9 +268,8 @@ class S3Storage:
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             return StorageError(f"{self.where}: {error}; set AWS_ACCESS_KEY_ID or a profile")
         if isinstance(error, SSLError):
-            return StorageError(
-                f"{self.where}: {_one_line(error)}; set AWS_CA_BUNDLE to the server's authority"
-            )
+            advice = _NO_TLS.get(_tls_reason(error))
+            return None if advice is None else StorageError(f"{self.where}: {_one_line(error)}; {advice}")
         if isinstance(error, ParamValidationError):
             return StorageError(f"{self.where}: {_one_line(error)}; check storage.url")
         if not isinstance(error, ClientError):
@@ -306,6 +312,14 @@ def _body(reply: Any) -> bytes:
 
 def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _tls_reason(error: SSLError) -> str:
+    """OpenSSL's name of a failed handshake's cause, such as CERTIFICATE_VERIFY_FAILED; "" where unknown."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return (cause.reason if cause is not None else None) or ""
 
 
 def _one_line(error: Exception) -> str:

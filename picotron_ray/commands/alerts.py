@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from picotron_ray.launch import AsJson, Config, Overrides, reported
 
 alerts = typer.Typer(no_args_is_help=True, help="Findings of the rules over a run's telemetry.")
 Run = Annotated[str, typer.Argument(help="name of a run")]
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 LONGEST_S = 365 * 86_400.0
 
 
@@ -46,9 +44,13 @@ def silence(
     Example: picotron-ray alerts silence quickstart straggler --for 2h --why "node 3 is known to be slow"
     """
     with reported(as_json):
+        from picotron_ray.config.time_span import seconds_of
+        from picotron_ray.errors import ConfigError
         from picotron_ray.runtime.driver.run_alerts import silence as silenced
 
-        seconds = seconds_of(span)
+        seconds = seconds_of(span) or 0.0
+        if not 0 < seconds <= LONGEST_S:
+            raise ConfigError(f"--for: saw {span!r}, expected up to a year, such as 90s, 30m, 2h or 1d")
         silenced(run, rule, seconds, why)
         told = {"run": run, "rule": rule, "seconds": seconds}
         emit(told) if as_json else print(f"run {run}: rule {rule} is silenced for {span}")
@@ -86,18 +88,3 @@ def rules(config: Config = "quickstart", overrides: Overrides = None, as_json: A
         from picotron_ray.runtime.driver.run_alerts import rule_rows
 
         table(rule_rows(load_job(config, overrides or [])), as_json)
-
-
-def seconds_of(span: str) -> float:
-    """Return the seconds of a span in words.
-
-    >>> seconds_of("90s"), seconds_of("2h")
-    (90.0, 7200.0)
-    """
-    from picotron_ray.errors import ConfigError
-
-    found = re.fullmatch(r"(\d{1,9})([smhd])", span)
-    seconds = int(found[1]) * UNITS[found[2]] if found else 0.0
-    if not 0 < seconds <= LONGEST_S:
-        raise ConfigError(f"--for: saw {span!r}, expected up to a year, such as 90s, 30m, 2h or 1d")
-    return seconds

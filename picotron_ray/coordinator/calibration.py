@@ -13,7 +13,7 @@ CALIBRATION = "calibration"
 def calibrate(memory: MachineMemory) -> None:
     """Measure the running generation's steps, tell them once, and warn of a drift."""
     spec, window = memory.spec, memory.window
-    if spec is None or not memory.progressed:
+    if spec is None or not memory.progressed or memory.debugged:
         return
     generation = (spec.id.term, spec.id.n)
     if window is None or window.generation != generation:

@@ -14,6 +14,7 @@ from picotron_ray.coordinator.fenced_end import fenced_end
 from picotron_ray.coordinator.figures_heard import finding, measured
 from picotron_ray.coordinator.final_wait import refuse, take_up
 from picotron_ray.coordinator.generation_stop import blame, fenced, kill, note_bad_step
+from picotron_ray.coordinator.holds import note_stops
 from picotron_ray.coordinator.housekeeping import bar, lose_node, take_in, worker_gone
 from picotron_ray.coordinator.machine_memory import MachineMemory, ReadSlots
 from picotron_ray.coordinator.operator_orders import order, send_away_again, user_request
@@ -84,10 +85,11 @@ def worker_exited(memory: MachineMemory, event: m.WorkerExited) -> None:
 
 
 def heartbeat(memory: MachineMemory, event: m.Heartbeat) -> None:
-    """Note a sign of life and progress, the members that are missing from it, and those that are rescued."""
+    """Note a sign of life and progress, the members that are missing from it, and those that stand still."""
     sign_of_life(memory, event)
     look_for_members(memory, event)
     note_rescues(memory, event)
+    note_stops(memory, event)
 
 
 def sign_of_life(memory: MachineMemory, event: m.Heartbeat) -> None:

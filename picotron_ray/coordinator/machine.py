@@ -133,6 +133,8 @@ class Machine:
             tuple(memory.unseen),
             tuple(memory.rescued),
             memory.window,
+            memory.hold,
+            memory.debugged,
             memory.adaptation,
             memory.adapted,
         )

@@ -41,7 +41,7 @@ from picotron_ray.coordinator.policies.calibration import StepWindow
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.memory_limit import limit_of
-from picotron_ray.coordinator.policies.pace import StepPace
+from picotron_ray.coordinator.policies.pace import Hold, StepPace
 from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
@@ -121,6 +121,8 @@ class MachineMemory:
     ahead_of: tuple[int, ...] = ()  # the roster for which they were found
     ahead_found: tuple[LayoutQuestion, ...] = ()  # without memory limits
     window: StepWindow | None = None  # of steps that are being measured
+    hold: Hold | None = None  # all ranks stay at a step boundary, as a person's tool asks
+    debugged: frozenset[str] = frozenset()  # members that a debugger is attached to
     figures: Measured | None = None  # newest telemetry; void where its generation is not ``spec``'s
     adaptation: AdaptState = IDLE
     rule_found: RuleFinding | None = None  # the most urgent finding of a rule, until it is answered

@@ -16,7 +16,7 @@ from picotron_ray.debug.wait_graph import StuckTransfer, WaitGraph
 
 LEAST_S = 2.0
 """Age below which an operation counts as on its way; or two steps of the run, where those take longer."""
-HangKind = Literal["mismatch", "deadlock", "gone", "stopped", "late", "link", "stuck", "silent"]
+HangKind = Literal["mismatch", "deadlock", "gone", "stopped", "debugged", "late", "link", "stuck", "silent"]
 MOST_LATE = 8
 
 
@@ -226,7 +226,10 @@ def _late(
             f" ({first}{waited_s:.1f} s in {one} of {one.group})"
         )
         details = {"place": record.place, "waiting": list(behind), "operation": str(one), "seconds": waited_s}
-        if record.heard:
+        if record.debugged:
+            text = f"a debugger is attached to {record.name}, which stands{where or f' {asleep}'}: {whom}"
+            found.append(HangFinding("debugged", text, (rank,), DEBUGGED_TIPS, details))
+        elif record.heard:
             text = f"{record.name} is late{where} ({asleep}): {whom}"
             found.append(HangFinding("late", text, (rank,), _late_tips(record), details))
         else:
@@ -238,6 +241,12 @@ def _late(
 GONE_TIPS = (
     "`picotron-ray nodes NAME`: which of its nodes answer",
     "a node that is gone is noticed after elastic.node_timeout_s, and the run recovers by itself",
+)
+
+
+DEBUGGED_TIPS = (
+    "have the debugger continue, or end its `picotron-ray debug attach`: the run goes on by itself",
+    "a rank that stands still for longer than its attach's --timeout-s goes on by itself",
 )
 
 

@@ -133,6 +133,7 @@ class RankRecord:
         step_s: that its newest step took.
         pid: of its process, on its node; 0: not known.
         state: of its process, the kernel's letter (T: stopped, X: gone).
+        debugged: whether a debugger is attached to it.
         problem: why nothing is known of it; empty: all is well.
         at_s: when it told its operations, seconds since the epoch by its node's clock; 0: it did not.
         recorded: whether it records operations.
@@ -148,6 +149,7 @@ class RankRecord:
     step_s: float = 0.0
     pid: int = 0
     state: str = "S"
+    debugged: bool = False
     problem: str = ""
     stack: tuple[StackFrame, ...] = ()
     operations: tuple[RankOperation, ...] = ()
@@ -233,6 +235,7 @@ def read_rank(entry: Mapping[str, Any]) -> RankRecord:
         step_s=float(entry.get("step_s", 0.0)),
         pid=int(entry.get("pid", 0)),
         state=str(entry.get("state", "S")),
+        debugged=bool(entry.get("debugged")),
         problem=(problem[0] if problem else ""),
         stack=stack,
         operations=tuple(sorted(operations, key=lambda one: one.issued_s)),

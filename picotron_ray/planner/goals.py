@@ -7,12 +7,12 @@ so the fewest that meet a deadline are found by bisection.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.time_span import seconds_of
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.after_loss import after_loss_s, devices_left, said_after
@@ -69,21 +69,12 @@ class RunEstimate:
     price: float
 
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def seconds_of(text: str) -> float:
-    """Seconds of a time such as ``36h``, ``90m`` or ``3d``.
-
-    >>> seconds_of("1.5h")
-    5400.0
-
-    Raises ConfigError for anything else.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if not found or not float(found[1]):
+def deadline_of(text: str) -> float:
+    """Seconds of a time above 0 such as ``36h``, ``90m`` or ``3d``. Raises ConfigError for anything else."""
+    seconds = seconds_of(text)
+    if not seconds:
         raise ConfigError(f"--deadline: saw {text}, expected a time above 0 such as 36h, 90m or 3d")
-    return float(found[1]) * UNITS[found[2]]
+    return seconds
 
 
 def tokens_of(text: str | None) -> float | None:
@@ -144,7 +135,7 @@ def goal_of(
     return Goal(
         name,  # type: ignore[arg-type]
         tokens or 0.0,
-        seconds_of(deadline) if deadline else math.inf,
+        deadline_of(deadline) if deadline else math.inf,
         per_hour,
         interruptions,
         1 if losing is None else losing,

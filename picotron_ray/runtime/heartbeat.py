@@ -58,6 +58,7 @@ _FIELDS = (
     ("memory_mode", "q"),  # place in planner.memory_pressure.MODES
     *((f"memory_{kind}_bytes", "q") for kind in MEMORY_CLASSES),  # of the accounted step; -1: none yet
     ("memory_peak_bytes", "q"),
+    ("debugged", "q"),  # 1: a debugger is attached, or about to be
     ("pending_operations", "q"),  # collectives issued and not yet waited for, as the present phase began
     *((f"{thing}_{what}_s", "d") for thing in THINGS for what in ("predicted", "measured")),
     ("step_at_s", "d"),  # seconds since the epoch at which the newest step was finished
@@ -114,6 +115,7 @@ class PageView:
     memory_mode: int
     memory_bytes: tuple[int, ...]  # of the accounted step, by MEMORY_CLASSES; -1: none yet
     memory_peak_bytes: int
+    debugged: int
     pending_operations: int
     step_at_s: float
     spent_s: tuple[float, ...]  # by PHASES, up to the present one

@@ -8,6 +8,7 @@ window is of up to 100 steps, so that these are noisier, and rules find more in 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -75,7 +76,7 @@ def chosen(configs: str) -> list[str]:
 def job_of(name: str, seed: int, windows: int, folder: Path) -> JobConfig:
     """Return the job of a configuration, long enough for so many windows."""
     values: dict[str, Any] = {
-        "name": f"clean-{name}",
+        "name": f"clean-{name}-{seed}",
         "seed": seed,
         "steps": (windows + 1) * STEPS * steps_apart(Layout(**CONFIGS[name]["layout"])) + WARM_UP,
         "data": {"sequence_length": 16, "global_batch": 4},
@@ -83,7 +84,7 @@ def job_of(name: str, seed: int, windows: int, folder: Path) -> JobConfig:
         "checkpoint": {"interval_steps": 500},
         "evaluate": {"interval_steps": 2000, "samples": 2},
         "storage": {"url": str(folder / "runs")},
-        "trackers": [{"kind": "jsonl", "folder": str(folder / "trackers" / name)}],
+        "trackers": [{"kind": "jsonl", "folder": str(folder / "trackers" / f"{name}-{seed}")}],
         **CONFIGS[name],
     }
     return JobConfig.model_validate(values)
@@ -138,6 +139,8 @@ class Recorder:
 def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str], None]) -> Path:
     """Run a configuration to its end and keep its windows; returns the file that holds them.
 
+    What an earlier recording of it left in the folder gives way: to go on from there would record the rest.
+
     Raises:
         ConfigError: the folder cannot be made.
         PicotronError: the run did not finish.
@@ -147,6 +150,9 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
     job = job_of(name, seed, windows, folder)
+    tracked = folder / "trackers" / f"{name}-{seed}"
+    for old in (folder / "runs" / job.name, tracked):
+        shutil.rmtree(old, ignore_errors=True)
     layout = Layout(**CONFIGS[name]["layout"])
     recorder, host = Recorder(layout), Host({"storage": folder})
     local = connect.connect(job)
@@ -157,7 +163,7 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
     finally:
         if coordinator is not None:
             take_down(local, coordinator)
-    found = list(_with_losses(recorder.found, folder / "trackers" / name / "metrics.jsonl", job))
+    found = list(_with_losses(recorder.found, tracked / "metrics.jsonl", job))
     file = folder / f"{name}-{seed}{SUFFIX_OF_WINDOWS}"
     file.write_bytes(encode_segment(ArchiveSegment(tuple(found))))
     say(f"{name}: {len(found)} windows of {STEPS} steps, {file.stat().st_size / 1024:.0f} KiB")

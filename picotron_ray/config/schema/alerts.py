@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -129,6 +129,15 @@ class AlertSinkConfig(Section):
     timeout_s: float = Field(default=5.0, gt=0, le=60, description="longest wait for an answer, per try")
 
 
+UtcTime = Annotated[
+    str,
+    Field(
+        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?Z$",
+        json_schema_extra={"expected": "a time in UTC such as 2026-12-01T08:00Z"},
+    ),
+]
+
+
 class AlertSilenceConfig(Section):
     """A rule whose findings are noted and neither told nor acted on.
 
@@ -141,9 +150,8 @@ class AlertSilenceConfig(Section):
     """
 
     rule: str = Field(description="name of a rule, or * for all")
-    until: str | None = Field(
+    until: UtcTime | None = Field(
         default=None,
-        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?Z$",
         description="end in UTC, such as 2026-12-01T08:00Z, after which it silences nothing; null: for as"
         " long as the run goes on",
     )

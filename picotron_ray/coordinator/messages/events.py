@@ -135,7 +135,8 @@ class Heartbeat:
     ``steps`` maps a worker to its finished steps in the newest generation there; ``others`` live beside
     them. Of both, those ``rescued`` are stopped while their slots are saved from files that somebody deleted;
     then they are killed. A node that was counted as lost and is heard again is taken back in (its old workers
-    are killed first).
+    are killed first). ``held``: a tool holds those of ``steps`` at a step boundary; ``debugged``: those of
+    them that a debugger is attached to.
     """
 
     node: str
@@ -143,6 +144,8 @@ class Heartbeat:
     steps: dict[str, int] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     rescued: tuple[str, ...] = ()
+    held: bool = False
+    debugged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,25 @@ from dataclasses import dataclass
 ENOUGH_STEPS = 3  # that were seen to be done, after which nothing else is needed to know their time
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """All ranks stay at a step boundary, as a person's tool asks: no part of any step's time.
+
+    Fields:
+        generation: whose ranks: term and number.
+        node: whose heartbeat showed it first.
+        step: after which they stay.
+        since: when that was heard.
+        told: whether there was an alert of it.
+    """
+
+    generation: tuple[int, int]
+    node: str
+    step: int
+    since: float
+    told: bool = False
+
+
 @dataclass(frozen=True)
 class StepPace:
     """Beginning of the count of steps: ``step`` finished ones at the time ``at``."""

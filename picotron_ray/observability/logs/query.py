@@ -7,16 +7,14 @@ search, are those that send heartbeats.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from picotron_ray.config.time_span import seconds_of
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.logs.lines import LEVELS, STREAMS, time_text
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,8 @@ def query_of(
 def _since(word: str | None, now_s: float) -> str:
     if word is None:
         return ""
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", word):
-        return time_text(max(0.0, now_s - float(found[1]) * _UNITS[found[2]]))
+    if (ago_s := seconds_of(word)) is not None:
+        return time_text(max(0.0, now_s - ago_s))
     try:
         at = datetime.fromisoformat(word)
         at = at if at.tzinfo else at.astimezone()

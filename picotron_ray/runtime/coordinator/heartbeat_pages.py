@@ -23,7 +23,10 @@ def read_heartbeat(node: str, figures: Figures) -> tuple[Heartbeat, Figures, lis
     others = tuple(entry["worker"] for entry in figures if entry["worker"] not in steps)
     rescued = tuple(entry["worker"] for entry in figures if entry.get("rescued"))
     generation = None if newest is None else GenerationId(*newest)
-    return Heartbeat(node, generation, steps, others, rescued), pages, told
+    shown = [page for page in pages if page["worker"] in steps]
+    held = any(page["phase"] == "hold" for page in shown)
+    debugged = tuple(page["worker"] for page in shown if page["debugged"])
+    return Heartbeat(node, generation, steps, others, rescued, held, debugged), pages, told
 
 
 def _page(entry: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
+from picotron_ray.coordinator.holds import HELD
 from picotron_ray.coordinator.operator_orders import ORDER
 from picotron_ray.coordinator.resting import PAUSED, RESTS
 from picotron_ray.observability.goodput import GoodputAccount
@@ -17,7 +18,8 @@ class LivedTime:
     A coordinator that Ray starts again belongs to the same launch: workers train on meanwhile. Of a launch
     that was killed whole the last sign is the newest line of its log, or its newest record.
 
-    A rest is a pause within a launch, by an operator: from when nobody computes to the order to go on.
+    A rest is a pause within a launch, by an operator: from when nobody computes to the order to go on; or a
+    stop of all ranks at a breakpoint, once it is over.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,8 @@ class LivedTime:
                 if command.data.get("accepted") and command.data["order"] == "resume":
                     self._go_on(at_s)
                     account.resumed(at_s)
+            elif isinstance(command, m.Alert) and command.kind == HELD and not command.data["held"]:
+                self._rested_s += command.data["held_s"]  # the account hears of it from pages
             elif isinstance(command, m.RunGeneration | m.Finish):
                 self._go_on(at_s)
             elif isinstance(command, m.KillWorker) and command.reason == RESTS:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from picotron_ray.coordinator.term_begin import BEFORE
+from picotron_ray.debug.rank_record import named
 from picotron_ray.failures import FailureKind
 from picotron_ray.runtime.driver.waiting import WaitLines, readiness
 
@@ -95,11 +96,15 @@ def telemetry_lines(status: dict[str, Any]) -> list[str]:
 
 
 def held_lines(status: dict[str, Any]) -> list[str]:
-    """Say that a tool holds all ranks; nothing where they train."""
-    held = [page["step"] for page in status.get("pages", {}).values() if page["phase"] == "hold"]
+    """Say that a tool holds all ranks, and whom a debugger is attached to; nothing where they train."""
+    pages = status.get("pages", {}).values()
+    held = [page["step"] for page in pages if page["phase"] == "hold"]
     run = status["run"]
     found = f"`picotron-ray debug ls {run}` says by what, `picotron-ray debug continue {run}` ends it"
-    return [f"held after step {max(held)}: {found}"] if held else []
+    lines = [f"held after step {max(held)}: {found}"] if held else []
+    if debugged := sorted(page["rank"] for page in pages if page.get("debugged")):
+        lines.append(f"a debugger is attached to {named(debugged)}: where it stops, all wait for it")
+    return lines
 
 
 def worker_lines(status: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from picotron_ray.config.schema.telemetry import STEP_PHASES
 from picotron_ray.observability.report.page import duration
-from picotron_ray.runtime.driver.console import number, progress_line
+from picotron_ray.runtime.driver.console import held_lines, number, progress_line
 
 MOST_ROWS = 20
 """Ranks that are shown; of more, the slowest."""
@@ -54,7 +54,7 @@ def _row(one: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
 def summary_text(status: dict[str, Any]) -> list[str]:
     """Lines above the table: progress, goodput, and a step of all ranks."""
     goodput = status.get("goodput")
-    lines = [f"{status['run']}  {progress_line(status)}"]
+    lines = [f"{status['run']}  {progress_line(status)}", *held_lines(status)]
     if goodput is not None:
         failures = len(status["failures"])
         lines.append(

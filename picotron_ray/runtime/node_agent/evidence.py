@@ -108,6 +108,7 @@ def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]
         "step": page.step,
         "step_s": page.step_time_s,
         "state": asked.state,
+        "debugged": bool(page.debugged),
         "sleeps_in": _read(Path(f"/proc/{page.pid}/wchan"), 0, 100),
         "stacks": stacks or f"no answer in {ANSWER_S:g} s",
         "collectives": newest_entries(_read(asked.collectives, 0, ANSWER_BYTES), most_bytes),

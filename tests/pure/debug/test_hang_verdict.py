@@ -256,6 +256,19 @@ def test_a_process_that_is_stopped_or_gone_is_named(state: str, kind: str) -> No
     assert ("kill -CONT 4711" in found.suggestions[0]) is (kind == "stopped")
 
 
+def test_a_rank_that_a_debugger_stops_is_no_late_one() -> None:
+    """Seen: it was called late, with the advice to drain its node."""
+    told = Told(2)
+    told.call(0, "all_reduce", done=False)
+    told.entries[1] |= {"stacks": ASLEEP, "phase": "forward", "debugged": True}
+    found = told.verdict()
+    assert kinds(found) == ["debugged"]
+    assert "a debugger is attached to rank 1 on node abcdef01, which stands at /home/me/own" in (
+        found.findings[0].text
+    )
+    assert not any("drain" in each for each in found.suggestions)
+
+
 def test_a_rank_that_does_not_answer_is_late_with_the_reason() -> None:
     told = Told(2)
     told.call(0, "all_reduce", done=False)

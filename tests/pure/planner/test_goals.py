@@ -13,13 +13,13 @@ from picotron_ray.planner import goals
 from picotron_ray.planner.after_loss import after_loss_s, said_after
 from picotron_ray.planner.goals import (
     Goal,
+    deadline_of,
     goal_of,
     plan_for,
     price_of,
     run_estimate,
     run_seconds,
     said_hours,
-    seconds_of,
 )
 from picotron_ray.planner.hardware import hardware
 from picotron_ray.planner.plan import plan
@@ -146,7 +146,7 @@ def test_a_balanced_layout_has_the_least_score(job: Any) -> None:
 
 
 def test_times_and_prices_are_read() -> None:
-    assert [seconds_of(text) for text in ("90s", "90m", "36h", "3d")] == [90, 5400, 129600, 259200]
+    assert [deadline_of(text) for text in ("90s", "90m", "36h", "3d")] == [90, 5400, 129600, 259200]
     assert price_of("gpu-hour=1.1,interruptions=0.02") == (1.1, 0.02)
     goal = goal_of("cheapest", 2e12, "36h", "gpu-hour=2.5", None)
     assert goal == Goal("cheapest", 2e12, 129600.0, 2.5, 0.0, 1)

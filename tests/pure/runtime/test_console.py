@@ -195,6 +195,14 @@ def test_a_run_that_is_held_says_so() -> None:
     assert held_lines({**STATUS, "pages": {}}) == []
 
 
+def test_a_run_with_a_debugger_says_whom_it_may_stop() -> None:
+    pages = {
+        f"w{rank}": {"phase": "data", "step": 7, "rank": rank, "debugged": int(rank > 1)} for rank in range(4)
+    }
+    expected = ["a debugger is attached to ranks 2-3: where it stops, all wait for it"]
+    assert held_lines({**STATUS, "pages": pages}) == expected
+
+
 def test_without_a_terminal_lines_come_with_events_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime, localtime=time.localtime)

@@ -383,6 +383,18 @@ def test_a_pause_between_two_launches_is_no_part_of_goodput(
     assert (found["wall_s"], found["lived_s"], found["goodput"]) == (DAY + 40.0, 40.0, 0.5)
 
 
+def test_a_stop_at_a_breakpoint_is_no_part_of_goodput(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of a second each in 80 s, of which a person held the run for 60."""
+    run.generation(1, "a", 0, 0.0, "init")
+    run.record.figures("n1", [page("a", step=10, step_time_s=1.0)])
+    told = [m.Alert("info", "", "held", {"step": 5, "held_s": 60.0, "held": held}) for held in (True, False)]
+    run.record.observe(m.Tick(), told, BEGAN + 70.0)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 80.0)
+    found = run.record.summary(m.Finish("finished", ""))
+    assert (found["wall_s"], found["lived_s"], found["paused_s"]) == (80.0, 20.0, 60.0)
+    assert found["goodput"] == 0.5
+
+
 def test_a_record_of_an_earlier_version_knows_of_no_pause_but_the_newest(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -141,6 +140,7 @@ class WorkerTools(StepTools):
                 tool.go()
         if self._debugger.traced:
             self._debugger.clear()
+            page.put(debugged=self._debugger.attached)
         self._install_breaks()
         if flags & HOLD:
             flags |= self._hold(step, flags_of_all) & DEBUGGED
@@ -241,7 +241,11 @@ class WorkerTools(StepTools):
             )
             if self._tool is not None and self._tool.live:
                 raise ConfigError("attach: a recording is under way; ask again when it is done")
-            tell_all = partial(place.requests.add, DEBUGGED)
+
+            def tell_all() -> None:
+                self._page.put(debugged=1)
+                place.requests.add(DEBUGGED)
+
             return self._debugger.attach(order["port"], order["agent"], tell_all)
         if what in ("enable", "disable", "rm"):
             return breaks.change(order["number"], what)

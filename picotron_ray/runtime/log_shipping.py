@@ -3,7 +3,8 @@
 What a node's disk has is gone with the node, and out of reach once the run is over. So its newest lines go
 to storage once a minute where there are new ones, and at the end; a dead worker's as soon as its end is
 known. A thread of its own does it, after everything else: storage that is away or full costs what would have
-been sent. Each object is replaced as a whole, and there is a fixed number of names.
+been sent. Each object is replaced as a whole. Of the dead there is a fixed number of names; of nodes those
+stay that wrote last, since machines that come and go for months have ever new ones.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ MOST_WAITING = 32
 DEAD_KEPT = 64
 NODE_DIGITS = 16
 """Digits of a node's id in its key."""
+NODES_KEPT = 4096
+COLLECT_S = 3600.0
+"""How often the coordinator looks for lines of more nodes."""
+DELETE_BATCH, DELETE_S = 1000, 30.0
 OLD_DIGITS = 4
 """Those of runs of earlier versions, where nodes may share a key."""
 
@@ -53,6 +58,20 @@ def free_slots(storage: Storage) -> Iterator[int]:
     """Count through the slots of dead workers, from those never used to those used longest ago."""
     used = {int(Path(entry.key).name[:2]): entry.mtime_s for entry in storage.list(f"{PREFIX}dead/")}
     return itertools.cycle(sorted(range(DEAD_KEPT), key=lambda slot: (used.get(slot, 0.0), slot)))
+
+
+def drop_oldest_nodes(storage: Storage, kept: int = NODES_KEPT) -> int:
+    """Remove the lines of the nodes that wrote longest ago, but for so many; returns how many were removed.
+
+    Raises:
+        StorageError: the storage does not answer, or refuses.
+    """
+    entries = sorted(storage.list(f"{PREFIX}nodes/"), key=lambda entry: entry.mtime_s)
+    old = [entry.key for entry in entries[: max(0, len(entries) - kept)]]
+    until_s, left = time.monotonic() + DELETE_S, 0
+    for first in range(0, len(old), DELETE_BATCH):
+        left += len(storage.delete_many(old[first : first + DELETE_BATCH], until_s))
+    return len(old) - left
 
 
 def stored_nodes(storage: Storage) -> list[str]:
@@ -104,7 +123,7 @@ class LogShipping:
         """
         self._folder, self._key, self._open, self._count = folder, key, storage, count
         self._waiting: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST_WAITING)
-        self._sent = 0
+        self._sent, self._collect_at = 0, 0.0
         self._opened: Storage | None = None
         self.dropped = 0
         """Sendings that were given up."""
@@ -152,6 +171,17 @@ class LogShipping:
         count = self._count()
         if count != self._sent and self._put(self._key, newest_lines(self._folder, MOST_BYTES)):
             self._sent = count
+            if self._key == node_key(COORDINATOR) and time.monotonic() >= self._collect_at:
+                self._collect()
+
+    def _collect(self) -> None:
+        self._collect_at = time.monotonic() + COLLECT_S
+        assert self._opened is not None
+        try:
+            if removed := drop_oldest_nodes(self._opened):
+                log.info("lines of %d nodes that wrote longest ago are removed from storage", removed)
+        except (PicotronError, OSError) as error:
+            log.warning("lines of nodes that are gone stay in storage: %s", error)
 
     def _put(self, key: str, lines: list[bytes]) -> bool:
         try:

@@ -24,12 +24,15 @@ from picotron_ray.runtime.log_shipping import (
     DEAD_KEPT,
     LogShipping,
     dead_key,
+    drop_oldest_nodes,
     free_slots,
     node_key,
     stored_lines,
+    stored_nodes,
 )
 from picotron_ray.runtime.log_sources import GrowingFile
 from picotron_ray.runtime.ray_cluster import log_folders
+from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
 
 RUN, NODE = "night", "abcdef0123456789ff"
 
@@ -226,6 +229,32 @@ def test_no_more_than_a_mebibyte_of_a_worker_is_sent(
     (lines,) = stored_lines(storage).values()
     assert sum(map(len, lines)) <= 2000
     assert texts(lines)[-1] == "line 99"
+
+
+def test_lines_of_the_nodes_that_wrote_longest_ago_are_removed(
+    tmp_path: Path, folder: Path, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines come and go for months: the coordinator keeps those of the newest."""
+    for number in range(6):
+        storage.put(node_key(f"{number}" * 16), b"")
+        os.utime(tmp_path / "runs" / RUN / node_key(f"{number}" * 16), (number, number))
+    storage.put(dead_key(3), b"")
+    monkeypatch.setattr(log_shipping, "DELETE_BATCH", 2)
+    assert drop_oldest_nodes(storage, kept=3) == 3
+    assert stored_nodes(storage) == ["3" * 16, "4" * 16, "5" * 16]
+    keeper = keep_lines(folder, tmp_path)
+    of_node, of_coordinator = (
+        LogShipping(folder, node_key(who), lambda: storage, lambda: keeper.store.lines)
+        for who in (NODE, COORDINATOR)
+    )
+    asked: list[LocalStorage] = []
+    monkeypatch.setattr(log_shipping, "drop_oldest_nodes", asked.append)
+    of_node._send_node()
+    assert asked == []
+    of_coordinator._send_node()
+    of_coordinator._sent = -1
+    of_coordinator._send_node()
+    assert asked == [storage], "once an hour"
 
 
 def test_what_storage_holds_of_lines_is_read_within_bounds(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ OF_GPU = {
     "picotron_gpu_temperature_celsius": "temperature_c",
     "picotron_gpu_power_watts": "power_w",
 }
+MFU, MEMORY = "picotron_training_mfu_ratio", "picotron_worker_memory_bytes"
+READ = (MFU, MEMORY, *OF_WORKER, *OF_GPU)
 
 
 def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
@@ -41,17 +43,20 @@ def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ValueError: an answer is none of an endpoint.
 
-    >>> text = 'picotron_worker_memory_bytes{run="a",node="n",worker="w0",class="weights"} 8'
+    >>> text = 'picotron_worker_memory_bytes{run="a",node="n",worker="w0",class="weights"} 8.5'
     >>> read_metrics([text])["workers"]
-    {'w0': {'node': 'n', 'classes': {'weights': 8.0}}}
+    {'w0': {'node': 'n', 'classes': {'weights': 8.5}}}
     """
     workers: dict[str, dict[str, Any]] = {}
     gpus: dict[tuple[str, str], dict[str, Any]] = {}
     run: dict[str, Any] = {}
     for text in texts:
-        for family in text_string_to_metric_families(text):
+        wanted = [line for line in text.splitlines() if line.startswith(READ)]  # parsing costs the most
+        if not wanted and text and "# TYPE" not in text:
+            raise ValueError(f"saw {text[:40]!r}, expected metrics")
+        for family in text_string_to_metric_families("\n".join([*wanted, ""])):
             for sample in family.samples:
-                if sample.name == "picotron_training_mfu_ratio":
+                if sample.name == MFU:
                     run = {"mfu_ratio": sample.value, "mfu_peak": sample.labels.get("peak", "")}
                 _take(sample.name, sample.labels, sample.value, workers, gpus)
     return {"workers": workers, "gpus": [gpus[key] for key in sorted(gpus)], **run}
@@ -65,7 +70,7 @@ def _take(
     gpus: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
     node = labels.get("node", "")
-    if name in OF_WORKER or name == "picotron_worker_memory_bytes":
+    if name in OF_WORKER or name == MEMORY:
         one = workers.setdefault(labels["worker"], {"node": node, "classes": {}})
         if name in OF_WORKER:
             one[OF_WORKER[name]] = value

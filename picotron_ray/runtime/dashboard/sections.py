@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
@@ -57,26 +57,36 @@ def encode(name: str, value: Any) -> bytes:
     return json.dumps({"too_large": len(data), "section": name}).encode()
 
 
-def build(facts: RunFacts, logs: LogTail | None, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Build all sections.
+NAMES = (
+    *("head", "map", "curves", "timeline", "checkpoints", "ranks", "memory", "findings", "events", "logs"),
+    *("config", "doors"),
+)
+"""Sections."""
+
+
+def build(
+    facts: RunFacts, logs: LogTail | None, about: Mapping[str, Any], names: Iterable[str] = NAMES
+) -> dict[str, Any]:
+    """Build sections.
 
     Args:
         about: section ``config``, which is made once.
+        names: of those that are to be built.
     """
-    return {
-        "head": plain(_head(facts)),
-        "map": plain(build_map(facts)),
-        "curves": plain(_curves(facts)),
-        "timeline": plain({"generations": list(facts.generations)}),
-        "checkpoints": plain(_checkpoints(facts)),
-        "ranks": plain(_ranks(facts)),
-        "memory": plain(_memory(facts)),
-        "findings": plain({"findings": list(findings(facts))}),
-        "events": plain({"events": [_event(one) for one in _events(facts)[-EVENTS:]]}),
-        "logs": plain({"lines": logs.newest(), "problem": logs.problem} if logs else {"lines": []}),
-        "config": about,
-        "doors": plain({"doors": offered(facts.source == "live", str(facts.status.get("state")))}),
+    makers: dict[str, Callable[[], Any]] = {
+        "head": lambda: _head(facts),
+        "map": lambda: build_map(facts),
+        "curves": lambda: _curves(facts),
+        "timeline": lambda: {"generations": list(facts.generations)},
+        "checkpoints": lambda: _checkpoints(facts),
+        "ranks": lambda: _ranks(facts),
+        "memory": lambda: _memory(facts),
+        "findings": lambda: {"findings": list(findings(facts))},
+        "events": lambda: {"events": [_event(one) for one in _events(facts)[-EVENTS:]]},
+        "logs": lambda: {"lines": logs.newest(), "problem": logs.problem} if logs else {"lines": []},
+        "doors": lambda: {"doors": offered(facts.source == "live", str(facts.status.get("state")))},
     }
+    return {name: about if name == "config" else plain(makers[name]()) for name in names}
 
 
 def _head(facts: RunFacts) -> dict[str, Any]:

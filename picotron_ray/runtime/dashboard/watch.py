@@ -13,7 +13,7 @@ from picotron_ray.runtime.dashboard.analysis import config_section
 from picotron_ray.runtime.dashboard.facts import RunFacts
 from picotron_ray.runtime.dashboard.live import LiveSource
 from picotron_ray.runtime.dashboard.log_tail import LogTail
-from picotron_ray.runtime.dashboard.sections import build, encode
+from picotron_ray.runtime.dashboard.sections import NAMES, build, encode
 from picotron_ray.runtime.dashboard.stored import StoredSource
 from picotron_ray.runtime.driver import follow_run
 
@@ -22,8 +22,12 @@ LOOK_S = 1.0
 STORED_S = 5.0
 """Time between two looks at a run that goes on elsewhere."""
 OVER_S = 60.0
-SELDOM = {"curves": 3.0, "map": 2.0, "logs": 2.0, "memory": 5.0, "timeline": 2.0, "config": 0.0}
-"""Least seconds between two versions of a section; of others each look may bring one."""
+SELDOM = {
+    "curves": 5.0, "map": 2.0, "logs": 2.0, "memory": 5.0, "timeline": 2.0, "events": 2.0, "config": 5.0
+}  # fmt: skip
+"""Seconds between two looks at a section, which cost CPU time; at others each look looks."""
+EARLY_S = 0.3
+"""By which one may come before its time: looks are not punctual."""
 
 
 class Board:
@@ -34,16 +38,23 @@ class Board:
         self._sections: dict[str, tuple[int, bytes, float]] = {}
         self._version = 0
 
+    def due(self, now_s: float) -> list[str]:
+        """Name the sections that are to be built again."""
+        with self._lock:
+            at_s = {name: looked_s for name, (_, _, looked_s) in self._sections.items()}
+        return [
+            name for name in NAMES if name not in at_s or now_s - at_s[name] > SELDOM.get(name, 0.0) - EARLY_S
+        ]
+
     def post(self, found: dict[str, Any], now_s: float) -> None:
-        """Take sections; those that did not change, or changed too soon, keep their version."""
+        """Take sections; those that did not change keep their version."""
         for name, value in found.items():
             data = encode(name, value)
             with self._lock:
-                known = self._sections.get(name)
-                if known is not None and (known[1] == data or now_s - known[2] < SELDOM.get(name, 0.0)):
-                    continue
-                self._version += 1
-                self._sections[name] = (self._version, data, now_s)
+                version, before, _ = self._sections.get(name, (0, None, 0.0))
+                if data != before:
+                    self._version = version = self._version + 1
+                self._sections[name] = (version, data, now_s)
 
     def since(self, version: int) -> list[tuple[int, str, bytes]]:
         """Return (version, name, data) of the sections that are newer, oldest first."""
@@ -128,7 +139,9 @@ class Watch:
         self.facts = found
         if not self._about and found.config:
             self._about = config_section(found.config)
-        self.board.post(self.sections(), time.monotonic())
+        now_s = time.monotonic()
+        due = self.board.due(now_s) if self.live is not None else NAMES
+        self.board.post(build(found, self._logs, self._about, due), now_s)
 
     def _go_over(self, source: LiveSource) -> None:
         """Take the run from its storage from now on, since its coordinator has ended."""

@@ -9,7 +9,7 @@ import pytest
 
 from picotron_ray.runtime.dashboard import cells, sections
 from picotron_ray.runtime.dashboard.cells import MOST_CELLS, build_map, coordinates, degrees
-from picotron_ray.runtime.dashboard.sections import MOST_BYTES, ROWS, build, encode, plain, rank_rows
+from picotron_ray.runtime.dashboard.sections import MOST_BYTES, NAMES, ROWS, build, encode, plain, rank_rows
 from picotron_ray.runtime.dashboard.watch import Board
 from tests.support.runs.page_facts import SCRIPT, many_ranks
 
@@ -80,11 +80,14 @@ def test_a_section_that_is_too_large_is_left_out_and_said() -> None:
     assert json.loads(encode("map", ["x" * MOST_BYTES]))["section"] == "map"
 
 
-def test_a_board_gives_what_changed_and_not_too_often() -> None:
+def test_a_board_gives_what_changed_and_has_it_built_not_too_often() -> None:
     board = Board()
-    board.post({"head": 1, "curves": 1}, 0.0)
+    assert board.due(0.0) == list(NAMES)
+    board.post(dict.fromkeys(NAMES, 1), 0.0)
     version = board.since(0)[-1][0]
-    board.post({"head": 1, "curves": 2}, 1.0)
+    assert board.due(1.0) == ["head", "checkpoints", "ranks", "findings", "doors"]
+    board.post({"head": 1}, 1.0)
     assert board.since(version) == []
-    board.post({"head": 2, "curves": 2}, 3.0)
+    assert board.due(4.9) == list(NAMES)
+    board.post({"head": 2, "curves": 2}, 4.9)
     assert [(name, data) for _, name, data in board.since(version)] == [("head", b"2"), ("curves", b"2")]

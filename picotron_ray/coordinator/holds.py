@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from picotron_ray.coordinator.machine_memory import MachineMemory
-from picotron_ray.coordinator.messages import Heartbeat
+from picotron_ray.coordinator.messages import GenerationSpec, Heartbeat
 from picotron_ray.coordinator.policies.pace import Hold, StepPace
 from picotron_ray.coordinator.states import MachineState
 
@@ -20,38 +20,25 @@ TOLD_AFTER_S = 3.0
 
 
 def note_stops(memory: MachineMemory, event: Heartbeat) -> None:
-    """Note whom a node's heartbeat shows to be held, or to be debugged."""
-    spec, hold = memory.spec, memory.hold
-    if spec is None or memory.state is not MachineState.RUNNING:
-        memory.hold = None
+    """Note whom a node's heartbeat shows to be held, or to be debugged, in the running generation."""
+    if memory.state is not MachineState.RUNNING:
+        if memory.hold is not None:
+            _end_hold(memory, memory.hold)
         return
-    if hold is not None and hold.generation != (spec.id.term, spec.id.n):
-        memory.hold = None
-    if event.generation != spec.id:
+    if memory.spec is None or event.generation != memory.spec.id:
         return
     _note_hold(memory, event)
-    if event.debugged or memory.debugged:
-        _note_debuggers(memory, event)
+    _note_debuggers(memory, event, memory.spec)
 
 
 def _note_hold(memory: MachineMemory, event: Heartbeat) -> None:
-    assert event.generation is not None
     hold, step = memory.hold, max(event.steps.values(), default=-1)
     if hold is None:
         if event.held and step == memory.seen_step:
-            of = event.generation.term, event.generation.n
-            memory.hold = Hold(of, event.node, step, memory.now)
-        return
-    held_s = memory.now - hold.since
-    if memory.seen_step > hold.step or (event.node == hold.node and not event.held):
-        memory.hold = None
-        memory.pace = replace(memory.pace, at=memory.pace.at + held_s)
-        if memory.window is not None:
-            memory.window = replace(memory.window, at=memory.window.at + held_s)
-        if hold.told:
-            text = f"the run goes on after it was held for {held_s:.0f} s after step {hold.step}"
-            memory.alert("info", HELD, text, step=hold.step, held_s=held_s, held=False)
-    elif not hold.told and held_s >= TOLD_AFTER_S:
+            memory.hold = Hold(event.node, step, memory.now)
+    elif memory.seen_step > hold.step or (event.node == hold.node and not event.held):
+        _end_hold(memory, hold)
+    elif not hold.told and memory.now - hold.since >= TOLD_AFTER_S:
         memory.hold = replace(hold, told=True)
         name = memory.job.name
         text = (
@@ -61,15 +48,25 @@ def _note_hold(memory: MachineMemory, event: Heartbeat) -> None:
         memory.alert("warning", HELD, text, step=hold.step, held=True)
 
 
-def _note_debuggers(memory: MachineMemory, event: Heartbeat) -> None:
-    assert memory.spec is not None
-    ranks = {member.worker: rank for rank, member in enumerate(memory.spec.members)}
-    before = memory.debugged & event.steps.keys()
-    now = ranks.keys() & set(event.debugged)
+def _end_hold(memory: MachineMemory, hold: Hold) -> None:
+    held_s, memory.hold = memory.now - hold.since, None
+    memory.pace = replace(memory.pace, at=memory.pace.at + held_s)
+    if memory.window is not None:
+        memory.window = replace(memory.window, at=memory.window.at + held_s)
+    if hold.told:
+        text = f"the run goes on after it was held for {held_s:.0f} s after step {hold.step}"
+        memory.alert("info", HELD, text, step=hold.step, held_s=held_s, held=False)
+
+
+def _note_debuggers(memory: MachineMemory, event: Heartbeat, spec: GenerationSpec) -> None:
+    before, now = memory.debugged & event.steps.keys(), frozenset(event.debugged)
+    if before == now:
+        return
+    ranks = {member.worker: rank for rank, member in enumerate(spec.members)}
     for worker in sorted((before ^ now) & ranks.keys()):
         _tell(memory, worker, ranks[worker], attached=worker in now)
-    memory.debugged = frozenset((memory.debugged - before) & ranks.keys() | now)
-    if before and not memory.debugged:
+    memory.debugged = (memory.debugged - before) | now
+    if not memory.debugged:
         memory.pace = StepPace(memory.seen_step, memory.now, told_s=memory.step_s)
         if memory.window is not None:
             memory.window = replace(memory.window, step=memory.seen_step, at=memory.now)

@@ -17,14 +17,12 @@ class Hold:
     """All ranks stay at a step boundary, as a person's tool asks: no part of any step's time.
 
     Fields:
-        generation: whose ranks: term and number.
         node: whose heartbeat showed it first.
         step: after which they stay.
         since: when that was heard.
         told: whether there was an alert of it.
     """
 
-    generation: tuple[int, int]
     node: str
     step: int
     since: float

@@ -24,8 +24,8 @@ def read_heartbeat(node: str, figures: Figures) -> tuple[Heartbeat, Figures, lis
     rescued = tuple(entry["worker"] for entry in figures if entry.get("rescued"))
     generation = None if newest is None else GenerationId(*newest)
     shown = [page for page in pages if page["worker"] in steps]
-    held = any(page.get("phase") == "hold" for page in shown)
-    debugged = tuple(page["worker"] for page in shown if page.get("debugged"))
+    held = any(page["phase"] == "hold" for page in shown)
+    debugged = tuple(page["worker"] for page in shown if page["debugged"])
     return Heartbeat(node, generation, steps, others, rescued, held, debugged), pages, told
 
 

@@ -57,10 +57,26 @@ def encode(name: str, value: Any) -> bytes:
     return json.dumps({"too_large": len(data), "section": name}).encode()
 
 
-NAMES = (
-    *("head", "map", "curves", "timeline", "checkpoints", "ranks", "memory", "findings", "events", "logs"),
-    *("config", "doors"),
-)
+Maker = Callable[[RunFacts, LogTail | None, Mapping[str, Any]], Any]
+_MAKERS: dict[str, Maker] = {
+    "head": lambda facts, logs, about: _head(facts),
+    "map": lambda facts, logs, about: build_map(facts),
+    "curves": lambda facts, logs, about: _curves(facts),
+    "timeline": lambda facts, logs, about: {"generations": list(facts.generations)},
+    "checkpoints": lambda facts, logs, about: _checkpoints(facts),
+    "ranks": lambda facts, logs, about: _ranks(facts),
+    "memory": lambda facts, logs, about: _memory(facts),
+    "findings": lambda facts, logs, about: {"findings": list(findings(facts))},
+    "events": lambda facts, logs, about: {"events": [_event(one) for one in _events(facts)[-EVENTS:]]},
+    "logs": lambda facts, logs, about: (
+        {"lines": logs.newest(), "problem": logs.problem} if logs else {"lines": []}
+    ),
+    "config": lambda facts, logs, about: about,
+    "doors": lambda facts, logs, about: {
+        "doors": offered(facts.source == "live", str(facts.status.get("state")))
+    },
+}
+NAMES = tuple(_MAKERS)
 """Sections."""
 
 
@@ -73,20 +89,7 @@ def build(
         about: section ``config``, which is made once.
         names: of those that are to be built.
     """
-    makers: dict[str, Callable[[], Any]] = {
-        "head": lambda: _head(facts),
-        "map": lambda: build_map(facts),
-        "curves": lambda: _curves(facts),
-        "timeline": lambda: {"generations": list(facts.generations)},
-        "checkpoints": lambda: _checkpoints(facts),
-        "ranks": lambda: _ranks(facts),
-        "memory": lambda: _memory(facts),
-        "findings": lambda: {"findings": list(findings(facts))},
-        "events": lambda: {"events": [_event(one) for one in _events(facts)[-EVENTS:]]},
-        "logs": lambda: {"lines": logs.newest(), "problem": logs.problem} if logs else {"lines": []},
-        "doors": lambda: {"doors": offered(facts.source == "live", str(facts.status.get("state")))},
-    }
-    return {name: about if name == "config" else plain(makers[name]()) for name in names}
+    return {name: plain(_MAKERS[name](facts, logs, about)) for name in names}
 
 
 def _head(facts: RunFacts) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import pytest
 
 from picotron_ray.coordinator import messages as m
 from picotron_ray.coordinator.holds import TOLD_AFTER_S
+from picotron_ray.coordinator.states import MachineState
 from tests.pure.coordinator.test_folded_logs import RecordedMachine
-from tests.pure.coordinator.test_planning import running, world
+from tests.pure.coordinator.test_planning import lose, running, world
 from tests.support.runs.coordinator_world import World, of
 
 
@@ -104,3 +105,25 @@ def test_a_debugger_is_told_and_nothing_is_measured_beside_it() -> None:
         beat(there, spec, step)
     assert there.machine.memory.step_s == pytest.approx(1.0, rel=0.1)
     replays(there)
+
+
+def test_a_hold_that_a_stop_ends_is_told_to_be_over() -> None:
+    there, spec = started()
+    for _ in range(10):
+        beat(there, spec, 3, held=True)
+    there.send(m.UserRequest("stop"))
+    there.send(m.Tick())
+    assert there.machine.memory.state is MachineState.LEAVING
+    assert [alert.data["held"] for alert in beat(there, spec, 3, held=True)] == [False]
+    replays(there)
+
+
+def test_a_new_generation_begins_without_holds_and_debuggers() -> None:
+    there = World()
+    spec = there.up(("a", 4))
+    beat(there, spec, 3, held=True, debugged=spec.members[0].worker)
+    assert there.machine.memory.debugged
+    lose(there, spec)
+    there.wait(1.0)
+    assert there.machine.memory.spec.id != spec.id
+    assert (there.machine.memory.hold, there.machine.memory.debugged) == (None, frozenset())

@@ -318,18 +318,20 @@ def test_commands_are_carried_out_and_the_end_begins(coordinator: Any) -> None:
 
 
 def test_a_heartbeat_tells_the_steps_of_the_newest_generation(coordinator: Any) -> None:
+    of_tools = {"phase": "hold", "debugged": 0}
     pages = [
-        {"term": 1, "n": 2, "worker": "a", "step": 7},
-        {"term": 1, "n": 2, "worker": "b", "step": 8},
+        {"term": 1, "n": 2, "worker": "a", "step": 7, **of_tools, "debugged": 1},
+        {"term": 1, "n": 2, "worker": "b", "step": 8, **of_tools},
         {"term": 1, "n": 1, "worker": "old", "step": 9},
         {"term": 0, "n": 0, "worker": "idle", "step": 0},
     ]
     assert coordinator.heartbeats("n1", {"n1": pages}) == "", "few nodes call by themselves"
+    beat = m.Heartbeat("n1", B, {"a": 7, "b": 8}, ("old", "idle"), held=True, debugged=("a",))
     assert coordinator.told == [
         ("heard", "n1"),
         ("figures", "n1", 4),
-        ("event", m.Heartbeat("n1", B, {"a": 7, "b": 8}, ("old", "idle"))),
-        ("tracked", m.Heartbeat("n1", B, {"a": 7, "b": 8}, ("old", "idle"))),
+        ("event", beat),
+        ("tracked", beat),
         ("reached", 8),
     ]
     coordinator.told.clear()
@@ -342,8 +344,9 @@ def test_a_heartbeat_tells_the_steps_of_the_newest_generation(coordinator: Any) 
 
 
 def test_a_heartbeat_names_workers_without_a_page_and_those_that_are_rescued(coordinator: Any) -> None:
+    page = {"term": 1, "n": 2, "worker": "a", "step": 7, "phase": "data", "debugged": 0}
     figures = [
-        {"term": 1, "n": 2, "worker": "a", "step": 7, "rescued": True},
+        {**page, "rescued": True},
         {"worker": "b", "rescued": True},
         {"worker": "c"},
     ]
@@ -351,7 +354,7 @@ def test_a_heartbeat_names_workers_without_a_page_and_those_that_are_rescued(coo
     beat = m.Heartbeat("n1", B, {"a": 7}, ("b", "c"), ("a", "b"))
     assert coordinator.told[1:3] == [("figures", "n1", 1), ("event", beat)]
     _, pages, _ = read_heartbeat("n1", figures)
-    assert pages == [{"term": 1, "n": 2, "worker": "a", "step": 7}]
+    assert pages == [page]
 
 
 def test_a_status_says_how_many_others_wait(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.runtime.driver import attach_debugger, control
+from picotron_ray.runtime.driver.console import held_lines
 from picotron_ray.train import loop
 from tests.support.runs.dap import Ide
 from tests.support.runs.ray_runs import Watched, losses, start, tiny_job
@@ -66,7 +67,10 @@ def test_a_rank_is_held_by_a_debugger_and_no_loss_changes(
     step = int(ide.value("step", frame))
     assert float(ide.value("grad_norm", frame)) > 0
     time.sleep(HELD_S)
-    assert watched.look()["step"] <= step, "no rank goes on without it"
+    seen = watched.look()
+    assert seen["step"] <= step, "no rank goes on without it"
+    assert any("a debugger is attached to rank" in line for line in held_lines(seen))
+    assert [event["data"]["attached"] for event in watched.events if event["kind"] == "debugger"] == [True]
     ide.go_on(at[0], held)
     watched.until(lambda status: status["step"] > step + 20)
     another, ports, refused = served("attached", 240.0)

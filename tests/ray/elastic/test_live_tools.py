@@ -57,11 +57,15 @@ def test_a_live_run_is_profiled_and_held(live: Watched, tmp_path: Path) -> None:
     assert all(figures["norm"] >= 0 for figures in tensors.values())
     time.sleep(5)
     assert breakpoints.listed("tools")["held_step"] == seen["held_step"]
-    assert not [event for event in live.look()["events"] if event["kind"] == "failure"]
+    live.look()
+    assert not [event for event in live.events if event["kind"] == "failure"]
     breakpoints.change("tools", one["number"], "rm")
     assert breakpoints.go_on("tools") == (seen["held_step"], [])
     live.until(lambda status: status["step"] > seen["held_step"] + 5)
     assert not live.status["failures"]
+    told = [event["data"] for event in live.events if event["kind"] == "held"]
+    assert [each["held"] for each in told] == [True, False]
+    assert told[1]["held_s"] > 4, "it was held for more than 5 s, of which a heartbeat may miss one"
 
 
 def test_a_live_run_is_compared_and_raced_and_goes_on(live: Watched) -> None:

@@ -40,7 +40,8 @@ HOLD = 64
 """Flag: stay at the boundary after this step until no rank raises it any more."""
 DEBUGGED = 128
 """Flag: a debugger is attached to some rank, which may stand still for minutes."""
-TOOLS = GO | PATIENT | HOLD | DEBUGGED
+LASTING = PATIENT | HOLD | DEBUGGED
+"""Flags that a rank raises anew for each exchange for as long as it means them; others are raised once."""
 
 RECORD = np.dtype(
     [

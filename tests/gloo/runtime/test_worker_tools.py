@@ -115,6 +115,27 @@ def test_a_break_on_one_rank_holds_all_of_them_and_changes_no_loss(pool: Pool, t
     assert answers[1][1]["held_step"] - answers[1][1]["hit"]["step"] <= 1
 
 
+def test_a_recording_that_is_begun_while_all_stay_begins_with_the_next_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Seen: right after another recording, whose end they stayed for, it never began."""
+    one = {"number": 1, "place": "phase:reduce", "condition": "step >= 3", "timeout_s": 30.0, "ranks": [1]}
+    orders: list[dict[str, Any]] = [
+        {"what": "break", "break": one},
+        {"what": "breaks", "until": {"held": True}},
+        {"what": "arm", "key": "k", "kind": "times", **WINDOW},
+        {"what": "go", "key": "k"},
+        {"what": "rm", "number": 1, "after_s": 0.5},
+        {"what": "continue"},
+        READY,
+    ]
+    _, answers = run(pool, tmp_path / "run", orders)
+    held = answers[0][1]["held_step"]
+    steps = [answer[-1]["steps"] for answer in answers]
+    assert steps[0] == steps[1]
+    assert steps[0][0] > held
+
+
 def line_of_loop() -> str:
     """A line that each step passes."""
     file = Path(__import__("picotron_ray.train.loop", fromlist=["loop"]).__file__)

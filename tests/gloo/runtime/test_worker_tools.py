@@ -9,15 +9,18 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.worker.tools.worker_tools import WorkerTools
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import losses, terms
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
@@ -213,3 +216,19 @@ def test_no_debugger_is_attached_unless_the_config_says_so(pool: Pool, tmp_path:
         assert of_rank[0]["refused"].startswith(
             "attach: debug.attach is off, since a debugger can run any code"
         )
+
+
+def test_tools_hear_of_the_phases_of_the_thread_that_trains_alone(tmp_path: Path) -> None:
+    """Seen: a slot's writer entered a phase in the midst of a profile, which ended the worker."""
+    plain: list[str] = []
+    heard: list[str] = []
+    page: Any = SimpleNamespace(on_phase=lambda step, phase: plain.append(phase))
+    tools = WorkerTools(job_of(tmp_path), page, "w", tmp_path, torch.device("cpu"), None)
+    tools._listen("profile", lambda step, phase: heard.append(phase))
+    page.on_phase(1, "forward")
+    writer = threading.Thread(target=page.on_phase, args=(1, "snapshot"))
+    writer.start()
+    writer.join()
+    tools._listen("profile", None)
+    page.on_phase(1, "backward")
+    assert (heard, plain) == (["forward"], ["forward", "snapshot", "backward"])

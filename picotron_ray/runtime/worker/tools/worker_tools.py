@@ -95,6 +95,7 @@ class WorkerTools(StepTools):
         self._tool: WindowedTool | None = None
         self._debugger = Debugger(job.debug.attach)
         self._listeners: dict[str, OnPhase] = {}
+        self._trains = 0  # thread of the phases that they hear of
         self._plain_on_phase: OnPhase | None = None
         self._held_step = 0  # > 0: all ranks stay after this step
         self._open, self._looking = False, 0  # for looks at values, and those under way
@@ -195,12 +196,15 @@ class WorkerTools(StepTools):
             return self._open
 
     def _listen(self, name: str, listener: OnPhase | None) -> None:
-        """Have a function hear of each phase, beside what heard of them before; None: not any more."""
+        """Have a function hear of each phase, beside what heard of them before; None: not any more.
+
+        Called by the thread that trains, and its phases alone are heard of: a slot is written by another one.
+        """
         page, had = self._page, bool(self._listeners)
         if listener is None:
             self._listeners.pop(name, None)
         else:
-            self._listeners[name] = listener
+            self._listeners[name], self._trains = listener, threading.get_ident()
         if self._listeners and not had:
             self._plain_on_phase, page.on_phase = page.on_phase, self._heard
         elif had and not self._listeners:
@@ -209,8 +213,9 @@ class WorkerTools(StepTools):
     def _heard(self, step: int, phase: str) -> None:
         if self._plain_on_phase is not None:
             self._plain_on_phase(step, phase)
-        for listener in tuple(self._listeners.values()):
-            listener(step, phase)
+        if threading.get_ident() == self._trains:
+            for listener in tuple(self._listeners.values()):
+                listener(step, phase)
 
     # --- orders ----------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def bench_profile(
     pairs: Annotated[
         int, typer.Option(min=3, help="each a block of steps after a profile and one without")
     ] = 30,
-    steps: Annotated[int, typer.Option(min=1, help="of a block")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="of a block")] = 25,
     seed: Annotated[int, typer.Option(help="of the order within each pair")] = 0,
     json_file: JsonFile = None,
 ) -> None:

@@ -111,5 +111,6 @@ def peak_bytes(steps: int, batch: int) -> int:
 
 @pytest.mark.parametrize("batch", [8, 4096])
 def test_memory_grows_with_what_is_wrong_and_not_with_the_run(batch: int) -> None:
-    short, long = (peak_bytes(steps, batch) for steps in (240, 1920))
+    # the least of two: what another thread of the process takes meanwhile is counted, too
+    short, long = (min(peak_bytes(steps, batch) for _ in range(2)) for steps in (240, 1920))
     assert long < short + 200_000, "it took 3 MB more, or 58"

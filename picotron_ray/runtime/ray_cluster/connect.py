@@ -140,6 +140,8 @@ def connect_to(address: str) -> None:
             " `ray job submit -- python -m picotron_ray.launch ...`"
         )
     _probe(address)
+    if not ray.is_initialized():  # a Ray that the caller is connected to is not ours to quiet
+        _drop_messages()
     try:
         ray.init(
             address=address,
@@ -151,6 +153,17 @@ def connect_to(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise ClusterError(f"no Ray answers at {address!r}: {first}") from error
+
+
+def _drop_messages() -> None:
+    """Drop what Ray prints on stdout where a worker dies or memory is short, whatever ``log_to_driver`` says.
+
+    Stdout may be JSON, of ``logs --follow`` for days; the run's events say what happened.
+    """
+    import ray._private.worker as driver
+
+    assert callable(driver.print_to_stdstream), "what Ray's listener of error messages prints by"
+    driver.print_to_stdstream = lambda *message, **how: None  # type: ignore[assignment]
 
 
 def _probe(address: str) -> None:

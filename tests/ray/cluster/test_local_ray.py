@@ -196,3 +196,25 @@ def test_a_stranger_process_is_no_member() -> None:
         # The pid of a dead Ray's leader, used again by somebody else's session.
         assert processes.members("no-such-mark", sleeper.pid) == []
         sleeper.kill()
+
+
+LISTENS = """
+import sys, time, ray
+from picotron_ray.runtime.ray_cluster.connect import connect_to
+if "before" in sys.argv:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+connect_to(sys.argv[1])
+from ray._private.utils import publish_error_to_driver
+from ray._private.worker import global_worker
+for _ in range(20):  # until it listens
+    publish_error_to_driver("worker_died", "half a page of guesses", global_worker.gcs_client)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(("how", "printed"), [("by us", False), ("before", True)])
+def test_rays_messages_stay_off_stdout(local_ray: LocalRay, how: str, printed: bool) -> None:
+    """Where we connect. They are not ours to drop where the caller did."""
+    words = [sys.executable, "-c", LISTENS, local_ray.address, how]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert ("half a page of guesses" in found.stdout) == printed, found

@@ -28,8 +28,8 @@ The order, and the damage if two steps change places:
 5. ``attention kernel`` sets the kernel of one rank's whole rows.
 6. ``context parallel`` replaces that kernel. Before it, ranks would attend to their own tokens only.
 7. ``linear loss`` and 8. ``compiled functions`` set attributes that a compiled block reads at its first call.
-9. ``compiled blocks`` compile ``forward`` alone. Around recomputation, the compiler and no longer the layout
-   would decide which activations are kept.
+9. ``compiled blocks`` compile ``forward`` alone (see `parallel.compiled_code`). Around recomputation, the
+   compiler and no longer the layout would decide which activations are kept.
 10. ``recompute`` lies inside offload: hooks on saved tensors nest, and the innermost decides. Offload inside
    it would save, and move, what recomputation exists to drop.
 11. ``activation offload`` thus sees only the inputs of recomputed blocks.
@@ -45,7 +45,7 @@ after all of this (``train.passes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ from picotron_ray.comm.wire_bytes import EXPERTS, GRADIENTS, PARAMETERS
 from picotron_ray.layout.recompute_policy import recomputed
 from picotron_ray.models.parameters import SequenceShard
 from picotron_ray.parallel.attention.backends import attention_kernel
+from picotron_ray.parallel.compiled_code import compile_blocks, telling
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
 from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
 from picotron_ray.parallel.data.fsdp_collectives import choose_collectives
@@ -193,24 +194,17 @@ def _compiled_functions(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterat
     for name, (glob, attribute) in plan.functions.items():
         modules = named_modules(model, [glob])
         for module in modules:  # any shape: a change of layout, or evaluation, makes no new kernel
-            setattr(module, attribute, torch.compile(getattr(module, attribute), dynamic=True))
+            compiled = torch.compile(getattr(module, attribute), dynamic=True)
+            setattr(module, attribute, telling(f"kernels.{name}: saw compiled, which", compiled))
         yield f"{name} of {len(modules)} modules compiled"
 
 
 def _compiled_blocks(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     if plan.compiled:
-        compile_blocks(plan.blocks)
-        yield f"{len(plan.blocks)} blocks compiled"
-
-
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Let torch.compile make the kernels of every block, at its first call.
-
-    Only ``forward`` is compiled: FSDP's hooks and recomputation stay outside. Shapes are static. A block that
-    cannot be one graph (collectives inside) becomes several.
-    """
-    for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        names = {id(module): name for name, module in model.named_modules()}
+        blocks = {names[id(block)]: block for block in plan.blocks}
+        compile_blocks(blocks, one_graph=plan.one_graph)
+        yield f"{len(blocks)} blocks compiled" + (", each as one graph" if plan.one_graph else "")
 
 
 def _recompute(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:

@@ -28,6 +28,7 @@ class StagePlan:
         positions: names of the modules that add learned positions.
         untrained: names of parameters without a gradient. FSDP leaves them whole.
         compiled: whether torch.compile makes the blocks' kernels.
+        one_graph: whether every compiled block has to be a single graph.
         grouped: whether the products of a mixture's experts are one grouped product.
         fused_linear: names of the modules whose projections are fused into one product.
         functions: functions that are compiled alone, by name: (glob of their modules, attribute).
@@ -49,6 +50,7 @@ class StagePlan:
     positions: Sequence[str] = ()
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
+    one_graph: bool = False
     grouped: bool = False
     fused_linear: Sequence[str] = ()
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)

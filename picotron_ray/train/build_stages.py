@@ -12,6 +12,8 @@ from picotron_ray.config.support.kernels import (
     Backend,
     attention_backends,
     attention_problem,
+    compiles,
+    compiles_whole,
     groups_experts,
     norm_kernel,
     overlap_problem,
@@ -23,6 +25,7 @@ from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.models.layers.fused_linear import lay_together
 from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.parallel.attention.backends import AttentionPlan
+from picotron_ray.parallel.compiled_code import CODE
 from picotron_ray.parallel.data.fsdp import pad_shards
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import parallelize
@@ -60,6 +63,8 @@ def build_stages(
         indices = " and ".join(str(stage + 1) for stage in stages)
         applied.append(f"pipeline stage {indices} of {layout.stages}, {layout.schedule}")
     set_matrix_products(job)
+    if compiles(job):
+        CODE.begin(layout)
     bounds = stage_bounds(job.model, layout.cut)
     for stage in stages:
         model = definition.stage(bounds, stage).to(master_dtype(job))
@@ -103,6 +108,7 @@ def _stage_plan(
         positions=definition.positions,
         untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
         compiled=job.kernels.compile,
+        one_graph=compiles_whole(job, device.type, layout),
         grouped=groups_experts(job, device.type, layout.tp),
         fused_linear=definition.fused_linear if job.kernels.projections == "fused" else (),
         functions={

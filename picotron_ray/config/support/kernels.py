@@ -6,6 +6,7 @@ from typing import Literal
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import family_of
 
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
@@ -110,3 +111,14 @@ def groups_experts(job: JobConfig, device: str, tp: int) -> bool:
     asked = job.kernels.experts
     able = device == "cuda" and job.precision != "fp64" and not ungrouped_widths(job, tp)
     return asked == "grouped" or (asked == "auto" and able)
+
+
+def compiles(job: JobConfig) -> bool:
+    """Whether workers of this job may compile something."""
+    return job.kernels.compile or "compiled" in (job.kernels.norm, job.kernels.activation)
+
+
+def compiles_whole(job: JobConfig, device: str, layout: Layout) -> bool:
+    """Whether a compiled block is one graph: nothing inside communicates, or waits for a number."""
+    counts_documents = job.data.document_masks and not attention_masks(job, layout.cp) and device == "cuda"
+    return layout.tp == layout.cp == 1 and not job.model.moe.experts and not counts_documents

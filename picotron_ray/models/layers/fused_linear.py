@@ -31,14 +31,16 @@ def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
 
 
 class _Join(torch.autograd.Function):
-    """Parts ``[..., out, in]`` (or biases ``[out]``) → one tensor of all outputs, in ``dtype``.
+    """``dtype``, ``laid``, parts ``[..., out, in]`` (or biases ``[out]``) → one tensor of all outputs.
 
-    ``laid``: what the parts are pieces of, in their order; None: they are copied.
+    It is in ``dtype``. ``laid``: what the parts are pieces of, in their order; None: they are copied.
     """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, laid: Tensor | None, *parts: Tensor) -> Tensor:
-        first, *_ = parts  # all are alike but for the number of their outputs
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        # Without gradients Dynamo goes by the number of arguments whether there is a ctx: one name for all.
+        dtype, laid, first, *rest = given
+        parts = (first, *rest)  # all are alike but for the number of their outputs
         ctx.dim, ctx.dtype = _output_dim(first), first.dtype
         ctx.sizes = [part.size(ctx.dim) for part in parts]
         if laid is not None:

@@ -24,6 +24,12 @@ class Rope(NamedTuple):
     scaling: RopeScaling = RopeScaling()
 
 
+@lru_cache(maxsize=16)
+def rope_of(theta: float, scaling: RopeScaling) -> Rope:
+    """Return the one Rope of a base and scaling in this process: compiled code is guarded by its identity."""
+    return Rope(theta, scaling)
+
+
 def frequencies(head: int, rope: Rope) -> Tensor:
     """Radians per token of every pair: ``[head / 2]`` fp64, theta^(-2i/head), then ``rope.scaling``."""
     plain = rope.theta ** -(torch.arange(0, head, 2, dtype=torch.float64) / head)

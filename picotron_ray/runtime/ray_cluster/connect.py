@@ -163,7 +163,7 @@ def _drop_messages() -> None:
     import ray._private.worker as driver
 
     assert callable(driver.print_to_stdstream), "what Ray's listener of error messages prints by"
-    driver.print_to_stdstream = lambda *message, **how: None  # type: ignore[assignment]
+    driver.print_to_stdstream = lambda *message, **how: None
 
 
 def _probe(address: str) -> None:

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import compiles
+from picotron_ray.layout.layout import Layout
+from picotron_ray.parallel.compiled_code import CODE
 from picotron_ray.runtime.heartbeat import Page
 
 
-def compiles(job: JobConfig) -> bool:
-    """Whether workers of this job may compile something."""
-    return job.kernels.compile or "compiled" in (job.kernels.norm, job.kernels.activation)
-
-
 @contextmanager
-def compile_phase(page: Page, job: JobConfig) -> Iterator[None]:
-    """Enter the phase ``compile`` while torch compiles, and go back to the phase before."""
+def compile_phase(page: Page, job: JobConfig, layout: Layout) -> Iterator[None]:
+    """Enter the phase ``compile`` while torch compiles for a layout, and go back to the phase before."""
     if not compiles(job):
         yield
         return
+    CODE.begin(layout)  # before anybody listens: it may drop whoever does
     from torch._dynamo.callback import CallbackArgs, callback_handler  # takes a second
 
     before: list[str] = []

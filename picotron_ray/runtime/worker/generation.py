@@ -29,13 +29,14 @@ from picotron_ray.checkpoint.store.verify import quarantine_chunk
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.config.settings import with_settings
+from picotron_ray.config.support.kernels import compiles
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.errors import CorruptError, NumericsError, PeerLostError, StorageError
 from picotron_ray.failures import FailureKind
 from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
-from picotron_ray.runtime.worker.compile_phase import compile_phase, compiles
+from picotron_ray.runtime.worker.compile_phase import compile_phase
 from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.growth_phase import growth_phase
 from picotron_ray.runtime.worker.outcomes import facts_of, judge
@@ -119,7 +120,7 @@ class GenerationRun:
         """Take part until the end of training, an interrupt or a fault; never raises."""
         facts: dict[str, Any] = {}
         try:
-            with compile_phase(self._resources.page, self._job):
+            with compile_phase(self._resources.page, self._job, self.spec.layout):
                 kind, detail = self._train(), ""
         except Exception as error:
             kind, detail = self._judge(error)
@@ -135,8 +136,7 @@ class GenerationRun:
             if not isinstance(kind, FailureKind):  # else that failure explains more
                 kind, detail = FailureKind.FAILED, f"error: leaving: {type(error).__name__}: {error}"
             error.__traceback__ = None
-        first_step_at_s = self._resources.page.value("first_step_at_s")
-        if first_step_at_s:
+        if first_step_at_s := self._resources.page.value("first_step_at_s"):
             self._resources.stepped = frozenset(member.worker for member in self.spec.members)
         self.outcome = Outcome(
             self._resources.worker, self.spec.id, kind, step, detail, first_step_at_s, **facts

@@ -12,6 +12,7 @@ All that can be tried is tried:
 - A tensor-parallel plan, the user's or a proposed one, runs at each degree with threads for ranks. Its logits
   and gradients must equal those of the whole module.
 - The chain of a pipeline must give the logits of the whole module.
+- Where blocks are to be compiled, each must be one graph.
 
 It takes about 8 bytes x parameters x (3 + tp) of this machine's memory.
 """
@@ -33,6 +34,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
+from picotron_ray.train.custom_model.compile_check import check_compiles
 from picotron_ray.train.custom_model.plan_search import Trial, find_blocks, find_pipeline, find_tensor
 
 KEY = "model.builder"
@@ -58,6 +60,8 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
     plan = read_plan(model)
     blocks = find_blocks(module, plan)
     _check_ties(module, blocks)
+    if job.kernels.compile:
+        check_compiles(trial.module, trial.tokens, blocks)
     hidden, activations = _measure(trial, blocks)
     pipeline, no_pipeline = find_pipeline(trial, plan, blocks)
     tensor = find_tensor(trial, plan, degrees(job))

@@ -9,6 +9,7 @@ import torch
 
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.service import ElasticConfig
+from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.compile_phase import compile_phase
 
@@ -18,7 +19,7 @@ def test_the_page_says_when_torch_compiles(tmp_path: Path, compiles: bool) -> No
     entered: list[str] = []
     page = Page(tmp_path / "w.page", ElasticConfig(), lambda step, phase: entered.append(phase))
     double = torch.compile(lambda x: 2 * x, backend="eager")
-    with compile_phase(page, parse_job({"kernels": {"compile": compiles}})):
+    with compile_phase(page, parse_job({"kernels": {"compile": compiles}}), Layout()):
         page.phase("forward")
         assert double(torch.ones(3)).sum() == 6
         assert page.name == "forward"

@@ -13,7 +13,7 @@ from picotron_ray.models.layers.attention import Attention, AttentionKernel
 from picotron_ray.models.layers.block import PreNormBlock
 from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.models.layers.rms_norm import RMSNorm
-from picotron_ray.models.layers.rope import Rope
+from picotron_ray.models.layers.rope import rope_of
 from picotron_ray.models.layers.swiglu import SwiGLU
 
 
@@ -37,7 +37,7 @@ def block(config: ModelConfig, kernel: AttentionKernel) -> PreNormBlock:
     attention = Attention(
         config,
         kernel,
-        rope=Rope(config.rope_theta, config.rope_scaling),
+        rope=rope_of(config.rope_theta, config.rope_scaling),
         biased=config.qkv_bias,
         q_norm=head_norm(),
         k_norm=head_norm(),

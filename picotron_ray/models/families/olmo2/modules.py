@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.layers.attention import Attention, AttentionKernel
 from picotron_ray.models.layers.rms_norm import RMSNorm
-from picotron_ray.models.layers.rope import Rope
+from picotron_ray.models.layers.rope import rope_of
 from picotron_ray.models.layers.swiglu import SwiGLU
 
 
@@ -28,7 +28,7 @@ class PostNormBlock(nn.Module):
         self.attention = WideNormAttention(
             config,
             kernel,
-            rope=Rope(config.rope_theta, config.rope_scaling),
+            rope=rope_of(config.rope_theta, config.rope_scaling),
             q_norm=RMSNorm(config.query_width, config.norm_eps),
             k_norm=RMSNorm(config.key_width, config.norm_eps),
         )

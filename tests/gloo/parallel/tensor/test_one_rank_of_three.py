@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.layers.positions import Positions
-from picotron_ray.parallel import parallelize
 from picotron_ray.parallel.loss import cross_entropy, linear_cross_entropy
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.parallel.loss.linear_cross_entropy import LinearCrossEntropy
@@ -343,21 +340,3 @@ def test_products_on_a_ring_by_hand(monkeypatch: pytest.MonkeyPatch, rank: int) 
     assert torch.equal(arrivals[1][1], 3 * parts[(rank - 2) % 3] + 0.25)
     incoming[:] = [torch.zeros(2, 1, 2)] * 2
     assert torch.equal(ring.scatter(xs[:1], factors[1:], None)[0](), 2 * parts[rank])
-
-
-def test_kernels_are_compiled_as_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Callable[..., Any], **options: Any) -> Any:
-        return partial(SimpleNamespace, of=function, **options)
-
-    monkeypatch.setattr(parallelize.torch, "compile", compiled)
-    block = nn.ReLU()
-    plain = block.forward
-    parallelize.compile_blocks([block])
-    assert block.forward.keywords == {"of": plain, "dynamic": False}
-    model = nn.ModuleDict({"a": nn.Module(), "b": nn.Module()})
-    model["a"].gate = F.silu
-    plan: Any = SimpleNamespace(functions={"activation": ("a", "gate")})
-    assert list(parallelize._compiled_functions(model, None, plan)) == [  # type: ignore[arg-type]
-        "activation of 1 modules compiled"
-    ]
-    assert model["a"].gate.keywords == {"of": F.silu, "dynamic": True}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picotron_ray.config.schema.compute import LayoutConfig
+from picotron_ray.config.schema.compute import KernelsConfig, LayoutConfig
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
@@ -145,6 +145,31 @@ def test_dropout_is_refused_wherever_it_hides(job_of: Any) -> None:
     holder = nn.Module()
     holder.dropout = nn.Dropout(0.0)
     inspection._check_randomness(nn.Sequential(holder, nn.PairwiseDistance(2.0), nn.Dropout(0.0)))
+
+
+class Asking(nn.Module):
+    """A block that asks for a number, or (``plain``) does not."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.scale, self.plain = nn.Parameter(torch.ones(VOCABULARY)), plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if self.plain or float(self.scale.sum()) > 0 else x
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_blocks_that_are_to_be_compiled_are_one_graph(job_of: Any) -> None:
+    def build(plain: bool) -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY), Asking(plain), Asking(plain))
+
+    for plain, compiled in ((False, False), (True, True)):
+        job = job_of(lambda plain=plain: build(plain), plan={"blocks": "[12]"})
+        inspect(job.model_copy(update={"kernels": KernelsConfig(compile=compiled)}))
+    job = job_of(lambda: build(False), plan={"blocks": "[12]"})
+    said = why_not(job.model_copy(update={"kernels": KernelsConfig(compile=True)}))
+    assert said.startswith("kernels.compile: saw true, but block 1 is not one graph: ")
+    assert "test_inspect.py" in said
 
 
 def test_sharing_across_blocks_is_refused_and_elsewhere_allowed(job_of: Any) -> None:

@@ -36,6 +36,7 @@ class Condition:
         self._baselines: dict[str, Baseline] = {}
         self._last: dict[str, float] = {}
         self._rises: dict[str, tuple[int, float]] = {}  # in a row, and from which value
+        self._stood: set[str] = set()  # rose, and then stood still for one window
         self._grown: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)  # when, by how much
         self._beside = Baseline()
 
@@ -44,7 +45,7 @@ class Condition:
         if self.rule.remesh:
             self._seen = 0
             self._beside.clear()
-            for memory in (self._baselines, self._last, self._rises):
+            for memory in (self._baselines, self._last, self._rises, self._stood):
                 memory.clear()
 
     def shown(self, figures: Mapping[str, float], at_s: float) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -108,9 +109,12 @@ class Condition:
         before = self._last.get(key)
         self._last[key] = value
         count, first = self._rises.get(key, (0, value))
-        grew = before is not None and value > before
-        self._rises[key] = (count + 1, first) if grew else (0, value)
-        count, first = self._rises[key]
+        if count and value == before and key not in self._stood:
+            self._stood.add(key)  # a window may bring the reading of the one before once more
+        else:
+            self._stood.discard(key)
+            grew = before is not None and value > before
+            count, first = self._rises[key] = (count + 1, first) if grew else (0, value)
         if count < self.rule.threshold or value - first < LEAST_RISE * abs(first):
             return None
         said = f"{name} grew {count} windows in a row, from {first:.4g} to {value:.4g}"

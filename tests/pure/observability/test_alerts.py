@@ -14,7 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.check import check
 from picotron_ray.observability.alerts.baseline import LEAST, MOST, Baseline
 from picotron_ray.observability.alerts.book import MOST_KEPT, MOST_TOLD, AlertBook, Silence
-from picotron_ray.observability.alerts.conditions import WARM_UP
+from picotron_ray.observability.alerts.conditions import WARM_UP, Condition
 from picotron_ray.observability.alerts.detectors import FIT, open_detectors
 from picotron_ray.observability.alerts.finding import AlertFinding
 from picotron_ray.observability.alerts.rules import BY_NAME, TABLE, derived
@@ -135,6 +135,19 @@ def _over(found: AlertFinding, at_s: float) -> AlertFinding:
     from dataclasses import replace
 
     return replace(found, resolved=True, at_s=at_s)
+
+
+@pytest.mark.parametrize(("still", "leaks"), [(1, True), (2, False)])
+def test_one_window_may_bring_the_reading_of_the_one_before_again(still: int, leaks: bool) -> None:
+    """A worker reads its memory once a second, and a window may come before it has."""
+    condition = Condition(BY_NAME["leak"])
+    shown = []
+    for number in range(60):
+        size = 1e9 + 1e8 * (number // (4 + still) * 4 + min(number % (4 + still), 4))
+        shown.append(bool(list(condition.shown({"allocated_bytes": size}, float(number)))))
+    first = shown.index(True) if leaks else None
+    assert any(shown) is leaks
+    assert first is None or all(shown[first:]), "it is not over while the reading stands still"
 
 
 def test_what_rises_and_rises_is_a_leak_and_what_comes_and_goes_is_none() -> None:

@@ -35,6 +35,7 @@ from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
 from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.group_release import PROMPT_S, release
 from picotron_ray.comm.operation_record import OPERATIONS
+from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.comm.sockets import Address, SocketInfo, shut_connections, tcp_sockets
 from picotron_ray.errors import PeerLostError
 
@@ -68,6 +69,7 @@ class ProcessGroups:
         backend: "gloo" or "nccl".
         timeout_s: limit of a collective, in seconds.
         rendezvous_s: limit of the wait for the other ranks, in seconds.
+        device: under NCCL, the GPU of this process; its communicators then connect at once.
 
     Fields:
         nodes: once connected, where each rank runs: its host and its network namespace.
@@ -83,6 +85,7 @@ class ProcessGroups:
         backend: str = "gloo",
         timeout_s: float = 300.0,
         rendezvous_s: float = 60.0,
+        device: torch.device | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -91,6 +94,7 @@ class ProcessGroups:
         self._prefix = prefix
         self.timeout = timedelta(seconds=timeout_s)
         self._rendezvous_s = rendezvous_s
+        self._device = device if backend == "nccl" else None
         self._aborted = threading.Event()
         self._forming = False
         self._rounds = 0
@@ -142,6 +146,7 @@ class ProcessGroups:
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=self.timeout,
+                    device_id=self._device,
                 )
                 self._initialised = True
                 if self.backend == "gloo":
@@ -158,7 +163,7 @@ class ProcessGroups:
             for info in tcp_sockets()
             if info.peer is not None and info.peer[1] == port and info.inode not in self._before
         }
-        self._check()
+        self.check()
 
     def _meet(self) -> None:
         """Wait in the store, where an abort can reach, until every rank is here."""
@@ -166,7 +171,7 @@ class ProcessGroups:
         if self._store.add("arrived", 1) == self.world_size:
             self._store.set("all-arrived", "1")
         self._store.wait(["all-arrived"], timedelta(seconds=self._rendezvous_s))
-        self._check()
+        self.check()
 
     def wait_for_all(self, what: str, meanwhile: Callable[[], None]) -> None:
         """Wait in the store, for as long as it takes, until every rank has called this for ``what``.
@@ -177,26 +182,26 @@ class ProcessGroups:
         Raises PeerLostError if the generation was aborted or the store is gone.
         """
         with self.guard(what):
-            self._check()
+            self.check()
             assert self._store is not None
             if self._store.add(f"count/{what}", 1) == self.world_size:
                 self._store.set(f"all/{what}", "1")
             while not self._store.check([f"all/{what}"]):
-                self._check()
+                self.check()
                 meanwhile()
                 time.sleep(meet_poll_s(self.world_size))
-            self._check()
+            self.check()
 
     @contextlib.contextmanager
     def forming(self, publish: bool = True) -> Iterator[None]:
         """Allow further groups inside, made by all ranks in the same order. Ends with an exchange."""
         self._forming = True
         try:
-            self._check()
+            self.check()
             yield
             if publish:
                 self._exchange_addresses()
-            self._check()
+            self.check()
         finally:
             self._forming = False
 
@@ -233,7 +238,8 @@ class ProcessGroups:
         """
         return self._left_behind or (self._watch is not None and self._watch.given_up)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise PeerLostError if the groups were aborted."""
         if self.aborted:
             raise PeerLostError("the generation was aborted")
 
@@ -313,10 +319,9 @@ class ProcessGroups:
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather one small tensor of the same shape from all ranks: [n] -> [world_size, n]."""
-        flat = values.contiguous()
-        gathered = [torch.empty_like(flat) for _ in range(self.world_size)]
-        dist.all_gather(gathered, flat)
-        return torch.stack(gathered)
+        gathered = values.new_empty((self.world_size * values.numel(),))
+        all_gather_single(gathered, values.contiguous())
+        return gathered.view(self.world_size, *values.shape)
 
     def close(self) -> None:
         """Destroy the groups; every engine, mesh and traceback over them must be gone before.

@@ -7,18 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.comm.collectives.assigned import Issued, assigned
+from picotron_ray.comm.renamed import all_gather_single, reduce_scatter_single
 from picotron_ray.comm.wire_bytes import ring_share, size_bytes
-
-# torch 2.13 renamed these two and warns at every use of the older names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[batch, seq / n, ...]`` of every rank → ``[batch, seq, ...]`` on all of them."""
     gathered, own = _room(x, group), assigned(group)
     if own is None:
-        _all_gather(gathered, x.contiguous(), group=group)
+        all_gather_single(gathered, x.contiguous(), group=group)
     else:
         own.all_gather(gathered, x.contiguous(), group)
     return _in_order(gathered, x.shape)
@@ -30,7 +27,7 @@ class GatherAhead:
     def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
         self._sent, self._gathered = x.contiguous(), _room(x, group)
         self._issued = Issued(group, ring_share(size_bytes(self._gathered), group.size()))
-        self._work = _all_gather(self._gathered, self._sent, group=group, async_op=True)
+        self._work = all_gather_single(self._gathered, self._sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """``[batch, seq, ...]``, the ranks' parts in order."""
@@ -67,7 +64,7 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         dist.all_to_all_single(received, cut, group=group)
         return received.sum(dim=0)
     result = torch.empty_like(cut[0])
-    _reduce_scatter(result, cut.flatten(0, 1), group=group)
+    reduce_scatter_single(result, cut.flatten(0, 1), group=group)
     return result
 
 

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from picotron_ray.comm.collectives.assigned import assign, withdraw
 from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
+from picotron_ray.comm.communicators import Communicators
 from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.comm.wire_bytes import ACTIVATIONS, CONTEXT
 from picotron_ray.errors import LayoutError
@@ -60,6 +61,7 @@ class Mesh:
         on_close: called by `close`, before the groups go.
         nodes: of all ranks, by rank; empty where they are not known.
         by_purpose: see `collectives`.
+        communicators: what those of this rank serve, one for each.
     """
 
     layout: Layout
@@ -73,6 +75,7 @@ class Mesh:
     on_close: list[Callable[[], None]] = field(default_factory=list)
     nodes: tuple[str, ...] = ()
     by_purpose: dict[str, Collectives] = field(default_factory=dict)
+    communicators: tuple[str, ...] = ()
 
     @property
     def at(self) -> Coordinates:
@@ -242,20 +245,30 @@ def _register(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
-def _new_group(ranks: list[int], layout: Layout, timeout: timedelta | None) -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if len(ranks) < layout.world_size:
-        # Only the members meet: the other groups of the axis form at the same time.
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert group is not None
-    return group
+def axis_parts(layout: Layout, axis: str) -> list[list[int]]:
+    """List the ranks of every group of an axis: each rank of the layout is in one."""
+    seen: set[int] = set()
+    parts = []
+    for rank in range(layout.world_size):
+        if rank not in seen:
+            parts.append(axis_ranks(layout, rank, axis))
+            seen.update(parts[-1])
+    return parts
 
 
-def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> Mesh:
+def make_mesh(
+    layout: Layout,
+    rank: int,
+    device_type: str,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
+) -> Mesh:
     """Make the mesh and its process groups; all ranks together, inside ``ProcessGroups.forming()``.
 
     Args:
+        device_type: of the meshes that torch is given.
         timeout: time limit of a collective on the new groups.
+        device: of what is sent; None: the one of that type.
 
     Raises:
         LayoutError: the layout is not supported.
@@ -265,32 +278,29 @@ def make_mesh(layout: Layout, rank: int, device_type: str, timeout: timedelta | 
     axes = [axis for axis in AXES if degrees[axis] > 1]
     if not axes:
         return Mesh(layout, rank, None)
-    groups, names = [], []
-    for axis in axes:
+    communicators = Communicators(layout.world_size, timeout, device or torch.device(device_type))
+    groups: dict[str, dist.ProcessGroup] = {}
+    names: dict[str, str] = {}
+    inside = (INSIDE if layout.replicate > 1 else INSIDE[:3]) if "data" in axes else ()
+    for axis in (*axes, *inside):
         ranks = axis_ranks(layout, rank, axis)
-        group = _new_group(ranks, layout, timeout)
-        groups.append(group)
-        names.append(group_name(axis, ranks))
-        OPERATIONS.serves(group, axis)
-        _register(names[-1], group)
-    inside = {}
-    names_inside = INSIDE if layout.replicate > 1 else INSIDE[:3]
-    for name in names_inside if "data" in axes else ():
-        ranks = axis_ranks(layout, rank, name)
         if len(ranks) == 1:
             continue
-        whole = len(ranks) == layout.replicas
-        inside[name] = groups[axes.index("data")] if whole else _new_group(ranks, layout, timeout)
-        names.append(group_name(name, ranks))
-        OPERATIONS.serves(inside[name], name)
-        _register(names[-1], inside[name])
-    shape = [degrees[axis] for axis in axes]
-    numbers = torch.arange(layout.world_size, dtype=torch.int).view(shape)
-    devices = _device_mesh(groups, device_type, numbers, axes, names[: len(axes)])
-    mesh = Mesh(layout, rank, devices, inside, names=names)
+        whole = axis in inside and len(ranks) == layout.replicas
+        group = groups["data"] if whole else communicators.of(axis, rank, axis_parts(layout, axis))
+        groups[axis], names[axis] = group, group_name(axis, ranks)
+        OPERATIONS.serves(group, axis)
+        _register(names[axis], group)
+    communicators.warm()
+    numbers = torch.arange(layout.world_size, dtype=torch.int).view([degrees[axis] for axis in axes])
+    outer = [groups[axis] for axis in axes]
+    devices = _device_mesh(outer, device_type, numbers, axes, [names[axis] for axis in axes])
+    of_inside = {axis: groups[axis] for axis in inside if axis in groups}
+    made = tuple(communicators.made)
+    mesh = Mesh(layout, rank, devices, of_inside, names=list(names.values()), communicators=made)
     if layout.zero and "data" in axes:
         mesh.sharded = _shard_mesh(mesh, "shard", device_type) if layout.replicate > 1 else mesh.axis("data")
-        if layout.ep > 1 and "edp" in inside:
+        if layout.ep > 1 and "edp" in of_inside:
             mesh.experts = _shard_mesh(mesh, "edp", device_type)
     return mesh
 

@@ -140,6 +140,8 @@ class Engine:
         self._on_action: OnAction = unwatched
         self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
         self.applied += self._pools.applied
+        if uses := mesh.communicators:
+            self.applied += (f"{len(uses)} communicators: {', '.join(uses)}",)
 
     def watch(self, on_action: OnAction) -> None:
         """Let ``on_action`` hear what begins within phases of a step: passes of stages, and waiting."""
@@ -380,7 +382,7 @@ def build_engine(
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
-        mesh = make_mesh(layout, rank, device.type, groups.timeout)
+        mesh = make_mesh(layout, rank, device.type, groups.timeout, device)
         mesh.nodes = groups.nodes
     on_built()
     return Engine(job, mesh, device, variability, on_built, pools)

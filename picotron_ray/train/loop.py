@@ -114,6 +114,8 @@ class Loop:
     """Looks on between steps, and may hold all ranks there."""
     replicas: NoReplicaCheck = field(default_factory=NoReplicaCheck)
     """Compares what ranks hold alike after a step."""
+    check_peers: Callable[[], None] = lambda: None
+    """Raises where the generation was aborted."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -169,10 +171,11 @@ class Loop:
         self.clock.fed(batch)
         loss_sum, grad_norm = engine.gradients_of(batch, self._enter)
         self._enter("sync")
-        agreement = exchange(self._contribution(batch, loss_sum, grad_norm), self.layout, self.device)
+        agreement = exchange(self._contribution(step, batch, loss_sum, grad_norm), self.layout, self.device)
         self.clock.enter("other")
         page.communication(engine.choose_ways(agreement.costs))
         loss = agreement.loss_sum / batch.global_tokens
+        self.check_peers()  # before anything is written by numbers that an abort may have left stale
         skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
         self.clock.enter("snapshot")
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
@@ -234,7 +237,7 @@ class Loop:
         self.tail.add(step, json.dumps(line, separators=(",", ":")))
         self.page.put(clean=step, step=step)
 
-    def _contribution(self, batch: StepBatch, loss_sum: float, grad_norm: float) -> Contribution:
+    def _contribution(self, step: int, batch: StepBatch, loss_sum: float, grad_norm: float) -> Contribution:
         """Collect what this rank tells the others at the end of a step."""
         loads = self.engine.expert_loads().values()
         return Contribution(
@@ -250,6 +253,7 @@ class Loop:
             dropped=sum(load.dropped for load in loads),
             at_s=time.time(),
             costs=self.engine.comm_costs(),
+            step=step,
         )
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:

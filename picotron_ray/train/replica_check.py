@@ -24,10 +24,10 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.checkpoint.torch_state import StateTensor
+from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.debug.replicas import (
     DifferingValues,
     RankValues,
@@ -148,9 +148,9 @@ class ReplicaCheck(NoReplicaCheck):
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         local = mine.to(self._device)
-        gathered = [torch.empty_like(local) for _ in range(self._ranks)]
-        dist.all_gather(gathered, local)
-        return torch.stack(gathered).cpu()
+        gathered = local.new_empty((self._ranks * local.numel(),))
+        all_gather_single(gathered, local.view(-1))
+        return gathered.view(self._ranks, *local.shape).cpu()
 
     # --- they differ --------------------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
+from picotron_ray.errors import PeerLostError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.way_selection import NO_COSTS, THINGS, Cost
 
@@ -43,6 +44,9 @@ DEBUGGED = 128
 LASTING = PATIENT | HOLD | DEBUGGED
 """Flags that a rank raises anew for each exchange for as long as it means them; others are raised once."""
 
+NOWHERE = -1
+"""Of the numbers of a buffer that nothing has arrived in."""
+
 RECORD = np.dtype(
     [
         ("loss_sum", "<f8"),
@@ -57,6 +61,7 @@ RECORD = np.dtype(
         ("dropped", "<i8"),
         ("at_s", "<f8"),
         ("costs", "<f8", (len(THINGS), 2)),
+        ("step", "<i8"),
     ]
 )
 """A contribution on the wire."""
@@ -71,6 +76,7 @@ class Contribution:
         dropped: assignments of tokens over the capacity of experts in its layers.
         at_s: its clock, seconds since the epoch.
         costs: of its communication (`way_selection`).
+        step: the one that the exchange is of.
     """
 
     loss_sum: float
@@ -85,6 +91,7 @@ class Contribution:
     dropped: int = 0
     at_s: float = 0.0
     costs: tuple[Cost, ...] = NO_COSTS
+    step: int = 0
 
     @property
     def record(self) -> np.ndarray:
@@ -115,18 +122,24 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
     """All-gather ``mine`` over all ranks of the generation.
 
     Raises:
+        PeerLostError: what arrived is of another step. An aborted collective of NCCL may end without an
+            error, and leave what lay in the buffer.
         RuntimeError: a peer is gone, or the groups were aborted. Or two ranks of one DP replica fed different
             tokens: a bug, with which training must not go on.
     """
     packed = mine.record.tobytes()
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
-    if layout.world_size == 1:
-        gathered = [local]
-    else:
-        gathered = [torch.empty_like(local) for _ in range(layout.world_size)]
+    gathered = local
+    if layout.world_size > 1:
+        gathered = local.new_full((layout.world_size * local.numel(),), NOWHERE)
         SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
-        dist.all_gather(gathered, local, group=group)
-    return agree(np.frombuffer(torch.cat(gathered).cpu().numpy().tobytes(), RECORD), layout)
+        all_gather_single(gathered, local, group=group)
+    table = np.frombuffer(gathered.cpu().numpy().tobytes(), RECORD)
+    if (table["step"] != mine.step).any():
+        rank = int((table["step"] != mine.step).argmax())
+        seen = int(table["step"][rank])
+        raise PeerLostError(f"the exchange of step {mine.step} has rank {rank}'s numbers of step {seen}")
+    return agree(table, layout)
 
 
 def agree(table: np.ndarray, layout: Layout) -> Agreement:

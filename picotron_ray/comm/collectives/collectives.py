@@ -23,11 +23,8 @@ from picotron_ray.comm.collectives.gather import (
 )
 from picotron_ray.comm.collectives.peers import CHUNK_BYTES, Peers, two_levels
 from picotron_ray.comm.collectives.pending import PENDING
+from picotron_ray.comm.renamed import all_gather_single, reduce_scatter_single
 from picotron_ray.comm.wire_bytes import SENT, ring_share, size_bytes
-
-# torch 2.13 renamed these two and warns at every use of the older names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.comm.reducers.codecs import Codec
-from picotron_ray.comm.reducers.exact import all_gather, padded
+from picotron_ray.comm.reducers.exact import padded
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.reducer import Reduction
+from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.comm.wire_bytes import GRADIENTS, SENT
 
 
@@ -59,7 +60,7 @@ class _EncodedSum:
         mine = self._codec.encode(total)
         gathered = mine.new_empty(self._ranks, mine.size(1))
         SENT.add(GRADIENTS, (self._ranks - 1) * mine.size(1))
-        all_gather(gathered, mine, group=self._group)
+        all_gather_single(gathered, mine, group=self._group)
         sums = self._codec.decode(gathered, self._size)
         own = self._group.rank()
         self._error[own] += total[0] - sums[own]

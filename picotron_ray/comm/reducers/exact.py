@@ -10,11 +10,8 @@ from torch import Tensor
 
 from picotron_ray.comm.reducers.feedback import Feedback
 from picotron_ray.comm.reducers.reducer import Reduction
+from picotron_ray.comm.renamed import all_gather_single, reduce_scatter_single
 from picotron_ray.comm.wire_bytes import GRADIENTS, SENT, ring_share
-
-# torch 2.13 renamed these two and warns at every use of the older names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class AllReduce:
@@ -70,14 +67,14 @@ class _ScatteredSum:
             )
         else:
             self._received = flat.new_empty(part)
-            work = _reduce_scatter(self._received, self._padded, group=group, async_op=True)
+            work = reduce_scatter_single(self._received, self._padded, group=group, async_op=True)
         self._work = work
 
     def wait(self) -> None:
         """Wait for this rank's part of the sum, and gather all parts."""
         self._work.wait()
         mine = self._received.sum(dim=0) if self._by_parts else self._received
-        all_gather(self._padded, mine, group=self._group)
+        all_gather_single(self._padded, mine, group=self._group)
         if self._padded is not self._flat:
             self._flat.copy_(self._padded[: self._flat.numel()])
 

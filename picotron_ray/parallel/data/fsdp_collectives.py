@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from picotron_ray.comm.collectives.collectives import Collectives, all_gather_single
+from picotron_ray.comm.collectives.collectives import Collectives
+from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.comm.wire_bytes import SENT, ring_share, size_bytes
 
 

@@ -9,7 +9,7 @@ from picotron_ray.runtime.doctor.finding import Finding, Status
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth
 from picotron_ray.runtime.doctor.machine_report import MachineReport
 from picotron_ray.runtime.ray_cluster import open_files
-from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS
+from picotron_ray.runtime.worker.nccl_settings import nccl_problems
 
 LEAST_TASKS = 4096  # processes and threads: Ray alone starts hundreds on a node
 LEAST_SHM_BYTES = 256 << 20  # Docker's default is 64 MiB, and writing past it is SIGBUS
@@ -130,15 +130,9 @@ def _nccl(report: MachineReport) -> Judged:
         seen = f"NCCL_SOCKET_IFNAME names {', '.join(missing)}, there are {', '.join(report.interfaces)}"
         yield "failed", seen, "name an interface that every machine has"
         fine = False
-    if report.environment.get(ASYNC_ERRORS, "0") != "0":
-        seen = f"{ASYNC_ERRORS} is {report.environment[ASYNC_ERRORS]}"
-        why = f"{seen}: torch may end the survivors of a lost peer, and they start anew"
-        yield "warning", why, "take it out; workers set it to 0"
+    for seen, mend in nccl_problems(report.environment):
+        yield "failed", seen, mend
         fine = False
-    for name in ("NCCL_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"):
-        if report.environment.get(name, "0") != "0":
-            yield "failed", f"{name} is set: a lost peer would block recovery", "take it out"
-            fine = False
     if fine:
         yield "ok", f"{len(report.environment)} variables are set, none in the way", ""
 

@@ -38,6 +38,7 @@ from picotron_ray.models.layers.init import VERSION
 from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase
 from picotron_ray.runtime.worker.generation_memory import GenerationMemory
+from picotron_ray.runtime.worker.generation_words import applied_words, policy_words, tell
 from picotron_ray.runtime.worker.growth_phase import growth_phase
 from picotron_ray.runtime.worker.outcomes import facts_of, judge
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
@@ -91,6 +92,7 @@ class GenerationRun:
             rank=self.rank,
             world_size=len(spec.members),
             backend="nccl" if resources.device.type == "cuda" else "gloo",
+            device=resources.device,
         )
 
     # --- called from other threads -------------------------------------------------------------------
@@ -159,12 +161,7 @@ class GenerationRun:
         if self._job.adaptive_precision.error_bound is not None:
             page.phase("evaluate", self._job.elastic.first_step_timeout_s)
         if policy := self._engine.adapt(eval_batches):
-            full = sorted(set(policy.sensitivity) - policy.low)
-            print(
-                f"generation {spec.id} rank {self.rank}: {self._job.precision} adds"
-                f" {policy.error:.1e} to the loss; in full precision: {', '.join(full) or 'nothing'}",
-                flush=True,
-            )
+            tell(spec, self.rank, policy_words(self._job.precision, policy))
         self._loader = BatchLoader(
             resources.data.train,
             seed=self._job.seed,
@@ -199,6 +196,7 @@ class GenerationRun:
             clock=clock,
             tools=resources.tools.join(self.rank, self._requests, self._engine),
             replicas=check_of(self._job, spec, self.rank, self._engine, resources.device),
+            check_peers=self._groups.check,
         )
         resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())
@@ -220,9 +218,7 @@ class GenerationRun:
         )
         self._memory.watch(engine)
         page.put(built_at_s=time.time())
-        applied = "; ".join(engine.applied) or "one process"
-        with_ = "".join(f", {key}={text}" for key, text in self.spec.settings)
-        print(f"generation {self.spec.id} rank {self.rank}: {self.spec.layout}{with_}: {applied}", flush=True)
+        tell(self.spec, self.rank, applied_words(self.spec, engine.applied))
         return engine
 
     def _restore(self, engine: Engine) -> None:

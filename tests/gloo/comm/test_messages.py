@@ -117,8 +117,8 @@ def test_the_parts_of_a_sequence_come_in_order(monkeypatch: pytest.MonkeyPatch, 
         return work if ahead else work.wait()
 
     newest = getattr(dist, "all_gather_single", None)
-    assert sequence_collectives._all_gather is (newest or dist.all_gather_into_tensor)
-    monkeypatch.setattr(sequence_collectives, "_all_gather", gather)
+    assert sequence_collectives.all_gather_single is (newest or dist.all_gather_into_tensor)
+    monkeypatch.setattr(sequence_collectives, "all_gather_single", gather)
     mine = parts[1].transpose(0, 1).contiguous().transpose(0, 1)
     if ahead:
         pending = GatherAhead(mine, group)  # type: ignore[arg-type]
@@ -147,13 +147,13 @@ def test_each_rank_gets_its_part_of_the_sum(monkeypatch: pytest.MonkeyPatch, bac
         raise AssertionError("the other backend's way")
 
     newest = getattr(dist, "reduce_scatter_single", None)
-    assert sequence_collectives._reduce_scatter is (newest or dist.reduce_scatter_tensor)
+    assert sequence_collectives.reduce_scatter_single is (newest or dist.reduce_scatter_tensor)
     monkeypatch.setattr(sequence_collectives.dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(
         sequence_collectives.dist, "all_to_all_single", exchanged if backend == "gloo" else unexpected
     )
     monkeypatch.setattr(
-        sequence_collectives, "_reduce_scatter", scattered if backend == "nccl" else unexpected
+        sequence_collectives, "reduce_scatter_single", scattered if backend == "nccl" else unexpected
     )
     assert torch.equal(reduce_scatter_sequence(x, group), sums[1])  # type: ignore[arg-type]
 
@@ -163,6 +163,6 @@ def test_a_rank_alone_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         result.copy_(flat)
 
     monkeypatch.setattr(sequence_collectives.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(sequence_collectives, "_reduce_scatter", scattered)
+    monkeypatch.setattr(sequence_collectives, "reduce_scatter_single", scattered)
     x = torch.arange(12.0).view(2, 3, 2)
     assert torch.equal(reduce_scatter_sequence(x, Group(0, 1)), x)  # type: ignore[arg-type]

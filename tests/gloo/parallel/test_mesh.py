@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.parallel import mesh as module
 from picotron_ray.parallel.mesh import (
     Mesh,
+    axis_parts,
     axis_ranks,
     check_schedule,
     check_supported,
@@ -52,12 +54,18 @@ class Groups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[list[int]] = []
+        self.split: list[tuple[str, list[list[int]]]] = []
         self.registered: list[tuple[str, str]] = []
         self.meshes: list[tuple[Any, ...]] = []
         self.served: list[tuple[str, str]] = []
         noted = SimpleNamespace(serves=lambda group, axis: self.served.append((axis, group)))
         monkeypatch.setattr(module, "OPERATIONS", noted)
+        self.warmed: list[str] = []
+        self.backend = "gloo"
         monkeypatch.setattr(module.dist, "new_group", self._new)
+        monkeypatch.setattr(module.dist, "split_group", self._split)
+        monkeypatch.setattr(module.dist, "get_backend", lambda: self.backend)
+        monkeypatch.setattr(module.dist, "all_reduce", self._sum)
         monkeypatch.setattr(type(module.dist.group), "WORLD", "world")
         monkeypatch.setattr(module, "_register", lambda name, group: self.registered.append((name, group)))
         monkeypatch.setattr(module.DeviceMesh, "from_group", self._mesh)
@@ -67,6 +75,15 @@ class Groups:
         assert use_local_synchronization
         self.made.append(ranks)
         return f"of {ranks}"
+
+    def _split(self, parent: None, parts: list[list[int]], timeout: timedelta, *, group_desc: str) -> str:
+        assert timeout == LIMIT
+        self.split.append((group_desc, parts))
+        return f"of {group_desc}"
+
+    def _sum(self, one: torch.Tensor, *, group: str) -> None:
+        assert one.tolist() == [0.0]
+        self.warmed.append(group)
 
     def _mesh(self, groups: Any, device: str, *, mesh: Any, mesh_dim_names: tuple[str, ...]) -> Any:
         assert isinstance(mesh, list) is isinstance(groups, str)
@@ -99,6 +116,8 @@ def test_the_groups_of_a_rank_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         for axis in ("pp", "data", "tp", "cp", "ep", "edp", "shard", "copy")
     }
     assert groups.made == list(ranks.values())
+    assert groups.warmed == ["world", *(f"of {found}" for found in ranks.values())], "each, in this order"
+    assert mesh.communicators == ("world", *ranks)
     names = [group_name(axis, found) for axis, found in ranks.items()]
     assert names[:2] == ["picotron-pp-11-27", "picotron-data-17-19-21-23-25-27-29-31"]
     assert groups.registered == list(zip(names, (f"of {found}" for found in ranks.values()), strict=True))
@@ -135,9 +154,24 @@ def _closes(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> No
     assert mesh.group("cp") is None
 
 
+@pytest.mark.parametrize("rank", [0, 27, 31])
+def test_nccl_splits_every_axis_by_one_call_of_all_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    groups = Groups(monkeypatch)
+    groups.backend = "nccl"
+    mesh = make_mesh(WIDE, rank, "cpu", LIMIT)
+    assert not groups.made
+    axes = ["pp", "data", "tp", "cp", "ep", "edp", "shard", "copy"]
+    assert groups.split == [(axis, axis_parts(WIDE, axis)) for axis in axes], "the same on all ranks"
+    for axis, parts in groups.split:
+        assert sorted(itertools.chain.from_iterable(parts)) == list(range(32))
+        assert axis_ranks(WIDE, rank, axis) in parts
+    assert groups.warmed == ["world", *(f"of {axis}" for axis in axes)]
+    assert mesh.communicators == ("world", *axes)
+
+
 def test_an_axis_that_spans_the_world_is_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(monkeypatch)
-    mesh = make_mesh(Layout(dp=2, cp=2, ep=2, zero=3), 3, "cuda", LIMIT)
+    mesh = make_mesh(Layout(dp=2, cp=2, ep=2, zero=3), 3, "cuda", LIMIT, torch.device("cpu"))
     assert groups.made == [[2, 3], [2, 3], [1, 3]]
     data, experts = groups.meshes
     assert data[:4] == ("world", "cuda", [0, 1, 2, 3], ("data",))

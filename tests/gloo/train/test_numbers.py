@@ -14,6 +14,7 @@ import torch
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.errors import PeerLostError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train import expert_balance, step_sync
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
@@ -102,15 +103,41 @@ def test_requests_are_told_apart() -> None:
     assert [agreed([said(flags=flags)], Layout()).flags for flags in (0, STOP, SNAPSHOT)] == [0, 1, 2]
 
 
-def test_all_ranks_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(found: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-        assert group == "the group"
-        for other in found:
-            other.copy_(mine)
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What arrives from three ranks; None arrives: an aborted collective that raised nothing."""
+    arrives: list[torch.Tensor] = []
 
-    monkeypatch.setattr(step_sync.dist, "all_gather", gather)
-    mine = said(flags=2, sealed=-1)
+    def gather(found: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+        assert group == "the group"
+        for part in arrives or found.chunk(3):
+            part.copy_(mine)
+
+    monkeypatch.setattr(step_sync, "all_gather_single", gather)
+    return arrives
+
+
+def test_all_ranks_are_heard(gathers: list[torch.Tensor]) -> None:
+    mine = said(flags=2, sealed=-1, step=7)
     assert exchange(mine, Layout(tp=3), CPU, "the group") == agreed([mine] * 3, Layout(tp=3))
+
+
+def test_numbers_that_never_arrived_are_no_agreement(gathers: list[torch.Tensor]) -> None:
+    """A kernel of NCCL that is aborted may end without an error."""
+    gathers.append(torch.empty(said().record.nbytes // 8, dtype=torch.int64))
+    with pytest.raises(PeerLostError, match=r"step 7 has rank 0's numbers of step -1"):
+        exchange(said(step=7), Layout(tp=3), CPU, "the group")
+
+
+def test_numbers_of_another_step_are_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(found: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+        old = torch.frombuffer(bytearray(said(step=6).record.tobytes()), dtype=torch.int64)
+        for part, numbers in zip(found.chunk(2), (mine, old), strict=True):
+            part.copy_(numbers)
+
+    monkeypatch.setattr(step_sync, "all_gather_single", gather)
+    with pytest.raises(PeerLostError, match=r"step 7 has rank 1's numbers of step 6"):
+        exchange(said(step=7), Layout(tp=2), CPU)
 
 
 def test_one_rank_agrees_with_itself() -> None:

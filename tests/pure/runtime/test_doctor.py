@@ -16,7 +16,7 @@ import pytest
 from picotron_ray.checkpoint.snapshot import slot_pool
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.service import StorageConfig
-from picotron_ray.errors import StorageError
+from picotron_ray.errors import ConfigError, StorageError
 from picotron_ray.runtime.doctor import drill, examine, machine_report, storage_rights
 from picotron_ray.runtime.doctor.finding import Finding, lines, timed
 from picotron_ray.runtime.doctor.gpu_health import GpuHealth
@@ -25,7 +25,14 @@ from picotron_ray.runtime.doctor.machine_report import MachineReport, Question, 
 from picotron_ray.runtime.doctor.state_folder import judge_state_folder
 from picotron_ray.runtime.driver import preflight
 from picotron_ray.runtime.ray_cluster import connect
-from picotron_ray.runtime.worker.nccl_settings import ASYNC_ERRORS, RECORDED, prepare_nccl, prepare_recorder
+from picotron_ray.runtime.worker.nccl_settings import (
+    ASYNC_ERRORS,
+    BLOCKING,
+    NONBLOCKING,
+    RECORDED,
+    prepare_nccl,
+    prepare_recorder,
+)
 from tests.support.faults.full_folder import run_on_small_disk
 
 Usage = namedtuple("Usage", "total used free")
@@ -34,15 +41,25 @@ GPU = GpuHealth("GPU-1", "H100", 0, False, False, 40, 90, False, 0, 80 << 30)
 WELL = MachineReport("a", LIMITS, -1, 8 << 30, 16 << 30, "token", {ASYNC_ERRORS: "0"}, ["lo", "eth0"])
 
 
-def test_a_lost_peer_ends_no_survivors_process_unless_the_environment_says_so() -> None:
+def test_a_lost_peer_ends_no_survivors_process_and_no_wait_is_for_ever() -> None:
     fresh: dict[str, str] = {}
     prepare_nccl(fresh)
     prepare_recorder(fresh, 1000)
-    assert fresh == {ASYNC_ERRORS: "0", RECORDED: "1000"}
-    asked = {ASYNC_ERRORS: "1", RECORDED: "7"}
-    prepare_nccl(asked)
+    assert fresh == {ASYNC_ERRORS: "0", NONBLOCKING: "1", RECORDED: "1000"}
+    prepare_nccl(fresh)
+    asked = {RECORDED: "7"}
     prepare_recorder(asked, 1000)
-    assert asked == {ASYNC_ERRORS: "1", RECORDED: "7"}
+    assert asked == {RECORDED: "7"}
+
+
+@pytest.mark.parametrize("name", [ASYNC_ERRORS, NONBLOCKING, *BLOCKING])
+def test_an_environment_in_which_no_run_recovers_is_refused(name: str) -> None:
+    value = {NONBLOCKING: "0"}.get(name, "3")
+    environment = {name: value}
+    with pytest.raises(ConfigError, match=rf"^{name}: saw {value}, with which .*; take it out") as told:
+        prepare_nccl(environment)
+    assert len(told.value.problems) == 1
+    assert environment == {name: value}
 
 
 def seen(report: MachineReport, local: bool = False, planned: bool = False) -> dict[str, Finding]:
@@ -85,7 +102,7 @@ def test_a_healthy_machine_passes_every_check() -> None:
         ),
         ({"environment": {"NCCL_SOCKET_IFNAME": "ens5"}}, "nccl", "failed", "names ens5, there are lo, eth0"),
         ({"environment": {"NCCL_BLOCKING_WAIT": "1"}}, "nccl", "failed", "NCCL_BLOCKING_WAIT"),
-        ({"environment": {ASYNC_ERRORS: "3"}}, "nccl", "warning", f"{ASYNC_ERRORS} is 3: torch may end"),
+        ({"environment": {ASYNC_ERRORS: "3"}}, "nccl", "failed", "torch ends the survivors"),
         ({"gpus": [replace(GPU, ecc_errors=3)]}, "gpus", "failed", "3 uncorrected"),
         ({"gpus": [replace(GPU, rows_failed=True)]}, "gpus", "failed", "could not be replaced"),
         ({"gpus": [replace(GPU, pending=True)]}, "gpus", "warning", "wait to be replaced"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from picotron_ray.comm.communicators import Communicators
 from picotron_ray.layout.schedules import PipelineShape
 
 Undo = Callable[[], Any]
@@ -230,7 +231,15 @@ def double_all_reduce(module: Any, only: Any = None) -> Any:
     return lambda: setattr(module, "dist", original)
 
 
+def cold_communicators() -> Undo:
+    """Communicators begin with whatever the step calls first."""
+    original = Communicators.warm
+    Communicators.warm = lambda self: None  # type: ignore[method-assign]
+    return lambda: setattr(Communicators, "warm", original)
+
+
 PLANTS: dict[str, Callable[[int], Undo]] = {
+    "cold": lambda _: cold_communicators(),
     "documents": one_document_on_rank_1,
     "tp-partial": double_partial_gradients,
     "dp": lambda _: double_buckets(lambda parameter: True),

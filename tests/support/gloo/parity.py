@@ -14,6 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
+from tests.support.gloo.call_order import order_problems
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     MODEL,
     SEQUENCE,
@@ -122,6 +123,7 @@ def check(
     for job, ranks in zip(jobs, zip(*per_rank, strict=True), strict=True):
         assert compare(job, layout, list(ranks)) == []
         assert all(rank.stable for rank in ranks), "state() must stay valid for the engine's whole life"
+    assert order_problems([results[-1].calls for results in per_rank]) == []
     return [results[-1] for results in per_rank]
 
 

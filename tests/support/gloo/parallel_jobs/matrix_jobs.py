@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from picotron_ray.checkpoint.torch_state import StateTensor
+from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.config.schema.compute import LayoutConfig
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
@@ -23,6 +24,7 @@ from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
+from tests.support.gloo.call_order import Called, calls, keep_calls
 from tests.support.gloo.faults import planted
 from tests.support.gloo.pool import Job
 
@@ -158,6 +160,7 @@ class Result:
     applied: tuple[str, ...] = ()
     stable: bool = True  # the state's storage did not move
     phases: list[str] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)  # of the whole generation, with the last result
 
 
 def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
@@ -189,15 +192,19 @@ def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = 
 
     ``plant`` names a fault (see `planted`).
     """
+    keep_calls()
     groups = job.groups()
     groups.connect()
     undo = planted(plant, job.rank) if plant else None
     try:
-        return [train(config, layout, job.rank, groups) for config in configs]
+        results = [train(config, layout, job.rank, groups) for config in configs]
+        results[-1].calls = calls()
+        return results
     finally:
         if undo is not None:
             undo()
         groups.close()
+        OPERATIONS.keep(0)
         gc.collect()
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -93,7 +94,7 @@ class WorkerTools(StepTools):
         self._place: ToolPlace | None = None
         self._breaks: Breaks | None = None
         self._tool: WindowedTool | None = None
-        self._debugger = Debugger(job.debug.attach)
+        self._debugger = Debugger(job.debug.attach, lambda attached: page.put(debugged=attached))
         self._listeners: dict[str, OnPhase] = {}
         self._trains = 0  # thread of the phases that they hear of
         self._plain_on_phase: OnPhase | None = None
@@ -141,7 +142,6 @@ class WorkerTools(StepTools):
                 tool.go()
         if self._debugger.traced:
             self._debugger.clear()
-            page.put(debugged=self._debugger.attached)
         self._install_breaks()
         if flags & HOLD:
             flags |= self._hold(step, flags_of_all) & DEBUGGED
@@ -246,11 +246,7 @@ class WorkerTools(StepTools):
             )
             if self._tool is not None and self._tool.live:
                 raise ConfigError("attach: a recording is under way; ask again when it is done")
-
-            def tell_all() -> None:
-                self._page.put(debugged=1)
-                place.requests.add(DEBUGGED)
-
+            tell_all = partial(place.requests.add, DEBUGGED)
             return self._debugger.attach(order["port"], order["agent"], tell_all)
         if what in ("enable", "disable", "rm"):
             return breaks.change(order["number"], what)

@@ -58,7 +58,10 @@ class Hold:
 
     def left_out(self, measured: Measurement, until: float) -> Measurement:
         """Return a measurement without this hold, which is over; of one that began within it, the rest."""
-        return replace(measured, at=measured.at + max(0.0, until - max(self.since, measured.at)))
+        before_s = max(0.0, self.since - measured.at)
+        return replace(
+            measured, at=max(measured.at, until - before_s)
+        )  # never past ``until``, nor by rounding
 
     def over(self, until: float) -> tuple[Alert, ...]:
         """Tell its end, where it was told."""

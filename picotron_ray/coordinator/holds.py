@@ -34,6 +34,8 @@ def _note_hold(memory: MachineMemory, event: Heartbeat) -> None:
     if hold is None:
         if event.held and step == memory.seen_step:
             memory.hold = Hold(event.node, step, memory.now)
+            if _may_be_told(memory, step):
+                _tell_hold(memory, memory.hold)
     elif memory.seen_step > hold.step or (event.node == hold.node and not event.held):
         memory.end_hold(memory.now)
     elif not event.held:
@@ -44,6 +46,11 @@ def _note_hold(memory: MachineMemory, event: Heartbeat) -> None:
             memory.hold = hold = replace(hold, node=event.node)
         if not hold.told and memory.now - hold.since >= TOLD_AFTER_S:
             _tell_hold(memory, hold)
+
+
+def _may_be_told(memory: MachineMemory, step: int) -> bool:
+    """Whether an earlier term may have told a hold after this step: then its end is to be told too."""
+    return memory.spec is not None and memory.spec.id.term < memory.term and memory.pace.step == step
 
 
 def _silent_since(memory: MachineMemory, hold: Hold) -> float | None:

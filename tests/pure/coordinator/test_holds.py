@@ -239,3 +239,16 @@ def test_a_hold_whose_node_falls_silent_lasts_where_another_shows_it() -> None:
     assert [alert.data["held"] for alert in told] == [True]
     assert hold_ends(beat(there, spec, 4)) == [pytest.approx(31.0)]
     replays(there)
+
+
+def test_a_hold_that_an_earlier_term_told_is_told_to_be_over() -> None:
+    """The coordinator came back as it ended: what was told of it had no end."""
+    there, spec = started()
+    for _ in range(10):
+        beat(there, spec, 9, held=True)
+    there.machine = RecordedMachine(there.config, there.choose)
+    there.send(m.Begin(2, generations=(spec,), running=spec, workers=spec.members), m.NodeJoined("a", 4))
+    told = [*beat(there, spec, 9, held=True), *beat(there, spec, 9), *beat(there, spec, 10)]
+    assert [alert.data["held"] for alert in told] == [True, False]
+    assert beat(there, spec, 10, held=True) == [], "one of its own is told once it lasts"
+    replays(there)

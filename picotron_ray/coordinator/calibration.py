@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.policies.calibration import StepWindow, drifted, ratio_of
+from picotron_ray.coordinator.policies.pace import measured_until
 from picotron_ray.planner.calibration import NONE
 
 CALIBRATION = "calibration"
@@ -15,15 +16,15 @@ def calibrate(memory: MachineMemory) -> None:
     spec, window = memory.spec, memory.window
     if spec is None or not memory.progressed or memory.debugged:
         return
-    generation = (spec.id.term, spec.id.n)
+    generation, now = (spec.id.term, spec.id.n), measured_until(memory.now, memory.hold)
     if window is None or window.generation != generation:
-        memory.window = StepWindow(generation, memory.seen_step, memory.now)
+        memory.window = StepWindow(generation, memory.seen_step, now)
         return
-    measured_s = window.measured_s(memory.seen_step, memory.now)
+    measured_s = window.measured_s(memory.seen_step, now)
     if measured_s is None:
         return
     if window.warms_up:
-        memory.window = window.after(memory.seen_step, memory.now, 0.0)
+        memory.window = window.after(memory.seen_step, now, 0.0)
         return
     members = memory.living_members()
     estimated_s = memory.plans.cost_s(spec.layout, memory.question(members, len(members)))
@@ -32,7 +33,7 @@ def calibrate(memory: MachineMemory) -> None:
         return
     if not window.ratio or drifted(window.ratio, ratio):
         _tell(memory, measured_s, estimated_s, window.ratio)
-    memory.window = window.after(memory.seen_step, memory.now, ratio)
+    memory.window = window.after(memory.seen_step, now, ratio)
 
 
 def _tell(memory: MachineMemory, measured_s: float, estimated_s: float, before: float) -> None:

@@ -10,22 +10,20 @@ from dataclasses import replace
 
 from picotron_ray.coordinator.machine_memory import MachineMemory
 from picotron_ray.coordinator.messages import GenerationSpec, Heartbeat
-from picotron_ray.coordinator.policies.pace import Hold, StepPace
+from picotron_ray.coordinator.policies.pace import HELD, Hold, StepPace
+from picotron_ray.coordinator.policies.store_home import SILENT_BEATS
 from picotron_ray.coordinator.states import MachineState
 
-HELD, ATTACHED = "held", "debugger"
-"""Kinds of the alerts."""
+ATTACHED = "debugger"
+"""Kind of the alerts that tell of debuggers."""
 TOLD_AFTER_S = 3.0
 """Length from which a hold is told: a recording that is saved holds all ranks for a moment."""
 
 
 def note_stops(memory: MachineMemory, event: Heartbeat) -> None:
     """Note whom a node's heartbeat shows to be held, or to be debugged, in the running generation."""
-    if memory.state is not MachineState.RUNNING:
-        if memory.hold is not None:
-            _end_hold(memory, memory.hold)
-        return
-    if memory.spec is None or event.generation != memory.spec.id:
+    running = memory.state is MachineState.RUNNING
+    if not running or memory.spec is None or event.generation != memory.spec.id:
         return
     _note_hold(memory, event)
     _note_debuggers(memory, event, memory.spec)
@@ -36,26 +34,40 @@ def _note_hold(memory: MachineMemory, event: Heartbeat) -> None:
     if hold is None:
         if event.held and step == memory.seen_step:
             memory.hold = Hold(event.node, step, memory.now)
+            if _may_be_told(memory, step):
+                _tell_hold(memory, memory.hold)
     elif memory.seen_step > hold.step or (event.node == hold.node and not event.held):
-        _end_hold(memory, hold)
-    elif not hold.told and memory.now - hold.since >= TOLD_AFTER_S:
-        memory.hold = replace(hold, told=True)
-        name = memory.job.name
-        text = (
-            f"all ranks are held after step {hold.step}: `picotron-ray debug ls {name}` says by what,"
-            f" `picotron-ray debug continue {name}` ends it"
-        )
-        memory.alert("warning", HELD, text, step=hold.step, held=True)
+        memory.end_hold(memory.now)
+    elif not event.held:
+        if (heard := _silent_since(memory, hold)) is not None:
+            memory.end_hold(heard)  # whoever showed it does not say when it ended
+    elif step == hold.step:
+        if _silent_since(memory, hold) is not None:
+            memory.hold = hold = replace(hold, node=event.node)
+        if not hold.told and memory.now - hold.since >= TOLD_AFTER_S:
+            _tell_hold(memory, hold)
 
 
-def _end_hold(memory: MachineMemory, hold: Hold) -> None:
-    held_s, memory.hold = memory.now - hold.since, None
-    memory.pace = replace(memory.pace, at=memory.pace.at + held_s)
-    if memory.window is not None:
-        memory.window = replace(memory.window, at=memory.window.at + held_s)
-    if hold.told:
-        text = f"the run goes on after it was held for {held_s:.0f} s after step {hold.step}"
-        memory.alert("info", HELD, text, step=hold.step, held_s=held_s, held=False)
+def _may_be_told(memory: MachineMemory, step: int) -> bool:
+    """Whether an earlier term may have told a hold after this step: then its end is to be told too."""
+    return memory.spec is not None and memory.spec.id.term < memory.term and memory.pace.step == step
+
+
+def _silent_since(memory: MachineMemory, hold: Hold) -> float | None:
+    """Time at which the node that shows a hold was heard last; None: it is heard."""
+    node = memory.roster.nodes.get(hold.node)
+    heard = hold.since if node is None else node.last_seen
+    return heard if memory.now - heard > SILENT_BEATS * memory.job.elastic.heartbeat_s else None
+
+
+def _tell_hold(memory: MachineMemory, hold: Hold) -> None:
+    memory.hold = replace(hold, told=True)
+    name = memory.job.name
+    text = (
+        f"all ranks are held after step {hold.step}: `picotron-ray debug ls {name}` says by what,"
+        f" `picotron-ray debug continue {name}` ends it"
+    )
+    memory.alert("warning", HELD, text, step=hold.step, held=True)
 
 
 def _note_debuggers(memory: MachineMemory, event: Heartbeat, spec: GenerationSpec) -> None:

@@ -41,7 +41,7 @@ from picotron_ray.coordinator.policies.calibration import StepWindow
 from picotron_ray.coordinator.policies.failure import Breaker
 from picotron_ray.coordinator.policies.membership import Roster
 from picotron_ray.coordinator.policies.memory_limit import limit_of
-from picotron_ray.coordinator.policies.pace import Hold, StepPace
+from picotron_ray.coordinator.policies.pace import Hold, StepPace, measured_until
 from picotron_ray.coordinator.policies.rewind import BadStep
 from picotron_ray.coordinator.policies.worker_index import RosterWorker
 from picotron_ray.coordinator.states import TRANSITIONS, MachineState
@@ -230,7 +230,16 @@ class MachineMemory:
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"no transition from {self.state} to {state}")
         self.transitions.append((self.state, state))
+        self.end_hold(self.now)
         self.state, self.deadline = state, None
+
+    def end_hold(self, until: float) -> None:
+        """Forget a hold that is over: no part of what is measured of steps; told where its begin was."""
+        hold, self.hold = self.hold, None
+        if hold is not None:
+            self.pace = hold.left_out(self.pace, until)
+            self.window = None if self.window is None else hold.left_out(self.window, until)
+            self.emit(*hold.over(until))
 
     def finish(
         self,
@@ -242,13 +251,13 @@ class MachineMemory:
         if self.kept is not None or (status != "finished" and self.storage_fails and uncommitted):
             keep = keep or Source("slots")  # whatever could not be committed
         self.result = Finish(status, detail, keep, again=self.again and status == "stopped")
-        self.emit(self.result)
         self.go(MachineState.DONE)
+        self.emit(self.result)  # the last that is told
 
     @property
     def step_s(self) -> float:
         """Seconds a step of the present generation."""
-        return self.pace.step_s(self.seen_step, self.now)
+        return self.pace.step_s(self.seen_step, measured_until(self.now, self.hold))
 
     def answer_s(self, asked: int) -> float:
         """Seconds within which so many workers or nodes answer that are all called at once."""

@@ -305,7 +305,7 @@ def _launch(
     memory.outcomes.clear()
     memory.seen_step, memory.launched_at, memory.progressed = spec.resume_step, memory.now, False
     memory.pace = StepPace(spec.resume_step, memory.now)
-    memory.hold, memory.debugged = None, frozenset()
+    memory.debugged = frozenset()
     memory.begun.clear()
     memory.unseen.clear()
     memory.verdict, memory.bad, memory.divergence = "", None, None

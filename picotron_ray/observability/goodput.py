@@ -76,6 +76,7 @@ class GoodputAccount:
         self._step = self._reached = 0  # of the generation; by any one
         self._step_s, self._present = 0.0, "rebuild"
         self._spent: dict[str, float] = {}  # of the generation, as the newest page told
+        self._held_s = 0.0  # of generations: what their pages told of stops at a boundary
         self._unfinished: list[Given] = []  # since the newest finished step
         self._detected: Given | None = None  # that a later word on finished steps may shorten
 
@@ -132,6 +133,7 @@ class GoodputAccount:
         steps_s = fresh.get("steps", 0.0)
         new_s = self._done_first(page, steps_s, since_s)
         given = [self._give(cause, seconds) for cause, seconds in fresh.items() if cause != "steps"]
+        self._held_s += fresh.get("paused", 0.0)
         given += [self._give("recompute", steps_s - new_s), self._give("steps", new_s)]
         self._at_s, self._present = at_s, _OF_PHASE.get(page["phase"], "steps")
         self._follow_step(page, given, since_s)
@@ -194,6 +196,14 @@ class GoodputAccount:
             "seconds": seconds,
         }
 
+    def held_s(self, at_s: float) -> float:
+        """Seconds so far for which all ranks stayed at a boundary; they are a part of ``paused``."""
+        return self._held_s + (max(0.0, at_s - self._at_s) if self._is_held else 0.0)
+
+    @property
+    def _is_held(self) -> bool:
+        return self._generation is not None and self._present == "paused"
+
     def of_failure(self, index: int) -> dict[str, float]:
         """Return a failure's seconds as ``detect_s`` … ``recompute_s``; zeros where it was not followed."""
         found = self.failures[index] if index < len(self.failures) else {}
@@ -213,7 +223,7 @@ class GoodputAccount:
         """Read what `plain` returned; KeyError or TypeError where it is of another form."""
         account = cls(said["began_s"])
         for name in vars(account):
-            value = said[name.removeprefix("_")]
+            value = {"held_s": 0.0, **said}[name.removeprefix("_")]  # an earlier version's has none
             setattr(account, name, tuple(value) if name in _TUPLES and value else value)
         account._unfinished = [tuple(one) for one in said["unfinished"]]
         account._seconds = {cause: said["seconds"].get(cause, 0.0) for cause in CAUSES}
@@ -262,6 +272,7 @@ class GoodputAccount:
         self._at_s = max(self._at_s, at_s)
 
     def _left(self, at_s: float, between: str) -> None:
+        self._held_s = self.held_s(at_s)
         self._pass(at_s, self._present)
         self._generation, self._between = None, between
         self._unfinished = []

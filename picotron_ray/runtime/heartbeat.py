@@ -58,7 +58,7 @@ _FIELDS = (
     ("memory_mode", "q"),  # place in planner.memory_pressure.MODES
     *((f"memory_{kind}_bytes", "q") for kind in MEMORY_CLASSES),  # of the accounted step; -1: none yet
     ("memory_peak_bytes", "q"),
-    ("debugged", "q"),  # 1: a debugger is attached, or about to be
+    ("debugged", "q"),  # 1: a debugger is attached; one that is asked for is not yet
     ("pending_operations", "q"),  # collectives issued and not yet waited for, as the present phase began
     *((f"{thing}_{what}_s", "d") for thing in THINGS for what in ("predicted", "measured")),
     ("step_at_s", "d"),  # seconds since the epoch at which the newest step was finished

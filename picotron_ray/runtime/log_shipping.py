@@ -4,7 +4,8 @@ What a node's disk has is gone with the node, and out of reach once the run is o
 to storage once a minute where there are new ones, and at the end; a dead worker's as soon as its end is
 known. A thread of its own does it, after everything else: storage that is away or full costs what would have
 been sent. Each object is replaced as a whole. Of the dead there is a fixed number of names; of nodes those
-stay that wrote last, since machines that come and go for months have ever new ones.
+stay that wrote last, since machines that come and go for months have ever new ones. One that has written
+within hours stays too: it may write again between the listing and the deletion.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import zstandard
 
-from picotron_ray.checkpoint.storage.base import Storage, get_bounded
+from picotron_ray.checkpoint.storage.base import Storage, get_or_none
 from picotron_ray.errors import CorruptError, PicotronError
 from picotron_ray.observability.logs.store import newest_lines
 from picotron_ray.runtime.ray_cluster.log_folders import COORDINATOR
@@ -37,6 +38,10 @@ DEAD_KEPT = 64
 NODE_DIGITS = 16
 """Digits of a node's id in its key."""
 NODES_KEPT = 4096
+GONE_S = 6 * 3600.0
+"""Since its last line, before a node's are removed."""
+MOST_READ_BYTES = 256 << 20
+"""Of the lines that one reader takes, before they are compressed: those of the objects written last."""
 COLLECT_S = 3600.0
 """How often the coordinator looks for lines of more nodes."""
 DELETE_BATCH, DELETE_S = 1000, 30.0
@@ -63,11 +68,14 @@ def free_slots(storage: Storage) -> Iterator[int]:
 def drop_oldest_nodes(storage: Storage, kept: int = NODES_KEPT) -> int:
     """Remove the lines of the nodes that wrote longest ago, but for so many; returns how many were removed.
 
+    Times are the store's own, to the last write of any node: the coordinator has just written.
+
     Raises:
         StorageError: the storage does not answer, or refuses.
     """
     entries = sorted(storage.list(f"{PREFIX}nodes/"), key=lambda entry: entry.mtime_s)
-    old = [entry.key for entry in entries[: max(0, len(entries) - kept)]]
+    gone_s = entries[-1].mtime_s - GONE_S if entries else 0.0
+    old = [entry.key for entry in entries[: max(0, len(entries) - kept)] if entry.mtime_s < gone_s]
     until_s, left = time.monotonic() + DELETE_S, 0
     for first in range(0, len(old), DELETE_BATCH):
         left += len(storage.delete_many(old[first : first + DELETE_BATCH], until_s))
@@ -91,23 +99,39 @@ def may_hold(key: str, node: str) -> bool:
 
 
 def stored_lines(storage: Storage, node: str = "") -> dict[str, list[bytes]]:
-    """Lines that storage has of a run, by key. Raises StorageError: it does not answer.
+    """Lines that storage has of a run, by key: the newest objects, up to `MOST_READ_BYTES`.
 
     Args:
         node: first characters of a node's id, whose objects alone are read; empty: all.
+
+    Raises:
+        StorageError: it does not answer.
     """
-    found = {}
-    for entry in storage.list(PREFIX):
-        if not may_hold(entry.key, node):
-            continue
-        try:
-            reader = zstandard.ZstdDecompressor().stream_reader(get_bounded(storage, entry.key, MOST_BYTES))
-            text = reader.read(2 * MOST_BYTES)  # whatever size it says itself
-        except (zstandard.ZstdError, CorruptError) as error:
-            log.warning("%s cannot be read: %s", entry.key, error)
-            continue
-        found[entry.key] = text.splitlines(keepends=True)
+    found: dict[str, list[bytes]] = {}
+    wanted = sorted((e for e in storage.list(PREFIX) if may_hold(e.key, node)), key=lambda e: -e.mtime_s)
+    left_bytes = MOST_READ_BYTES
+    for number, entry in enumerate(wanted):
+        if left_bytes <= 0:
+            text = "%d objects of lines that were written longest ago are not read: `--node` reads one node's"
+            log.warning(text, len(wanted) - number)
+            break
+        lines = _stored_text(storage, entry.key).splitlines(keepends=True)
+        if lines:
+            found[entry.key] = lines
+            left_bytes -= sum(map(len, lines))
     return found
+
+
+def _stored_text(storage: Storage, key: str) -> bytes:
+    """Text of an object of lines; empty where it has been removed since it was listed, or is none of ours."""
+    try:
+        packed = get_or_none(storage, key, MOST_BYTES)
+        if packed is None:
+            return b""
+        return zstandard.ZstdDecompressor().stream_reader(packed).read(2 * MOST_BYTES)  # whatever it says
+    except (zstandard.ZstdError, CorruptError) as error:
+        log.warning("%s cannot be read: %s", key, error)
+        return b""
 
 
 class LogShipping:

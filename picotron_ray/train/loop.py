@@ -38,7 +38,7 @@ from picotron_ray.train.replica_check import NoReplicaCheck
 from picotron_ray.train.snapshot import Snapshotter
 from picotron_ray.train.step_clock import NoClock
 from picotron_ray.train.step_memory import StepMemory
-from picotron_ray.train.step_sync import LASTING, SNAPSHOT, STOP, Agreement, Contribution, exchange
+from picotron_ray.train.step_sync import GO, LASTING, SNAPSHOT, STOP, Agreement, Contribution, exchange
 from picotron_ray.train.step_tools import StepTools
 from picotron_ray.train.update_policy import UpdatePolicy, bad_end
 
@@ -315,10 +315,13 @@ class Loop:
         return loss
 
     def _flags_of_all(self) -> int:
-        """Exchange flags between steps; those that are raised once stay raised for the next step's."""
+        """Exchange flags between steps; those that are raised once stay raised for the next step's.
+
+        But for ``GO``: whoever exchanges them hears for which tool it is, and may have another one then.
+        """
         mine = Contribution(0.0, 0.0, flags=self.requests.take())
         flags = exchange(mine, self.layout, self.device).flags
-        self.requests.add(flags & ~LASTING)
+        self.requests.add(flags & ~(LASTING | GO))
         return flags
 
     def _exchange_apart(self, mine: Contribution) -> Agreement:

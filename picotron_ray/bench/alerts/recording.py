@@ -142,7 +142,7 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
     What an earlier recording of it left in the folder gives way: to go on from there would record the rest.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be made, or cannot be cleared of an earlier recording.
         PicotronError: the run did not finish.
     """
     try:
@@ -152,7 +152,7 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
     job = job_of(name, seed, windows, folder)
     tracked = folder / "trackers" / f"{name}-{seed}"
     for old in (folder / "runs" / job.name, tracked):
-        shutil.rmtree(old, ignore_errors=True)
+        _clear(old)
     layout = Layout(**CONFIGS[name]["layout"])
     recorder, host = Recorder(layout), Host({"storage": folder})
     local = connect.connect(job)
@@ -168,6 +168,19 @@ def record(name: str, seed: int, windows: int, folder: Path, say: Callable[[str]
     file.write_bytes(encode_segment(ArchiveSegment(tuple(found))))
     say(f"{name}: {len(found)} windows of {STEPS} steps, {file.stat().st_size / 1024:.0f} KiB")
     return file
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder, where it is there."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} of an earlier recording cannot be removed: {error.strerror}; remove it, or name"
+            " another folder"
+        ) from error
 
 
 def _watch(job: JobConfig, coordinator: Any, recorder: Recorder, host: Host) -> None:

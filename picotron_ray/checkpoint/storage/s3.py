@@ -11,7 +11,6 @@ and, where the object is there by then, compared.
 from __future__ import annotations
 
 import random
-import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from botocore.exceptions import (
 )
 
 from picotron_ray.checkpoint.storage.base import StoredObject, delete_each
+from picotron_ray.checkpoint.storage.tls_errors import tls_advice
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.errors import (
     AlreadyExistsError,
@@ -61,12 +61,6 @@ _NO_BATCHES = {  # what servers say that do not know DeleteObjects, or not with 
     "MissingSecurityHeader",
     "405",
     "501",
-}
-_NO_TLS = {  # another try ends the same way: what the two sides are, not what a connection suffered
-    "CERTIFICATE_VERIFY_FAILED": "set AWS_CA_BUNDLE to the server's authority",
-    "WRONG_VERSION_NUMBER": "the server speaks no TLS there: http:// in storage.endpoint_url",
-    "UNSUPPORTED_PROTOCOL": "the server's TLS is too old",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "the server's TLS is too old",
 }
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"}
 _DENIED = {
@@ -247,12 +241,13 @@ class S3Storage:
             until_s: the deadline, by ``time.monotonic``; None: as configured.
         """
         deadline = time.monotonic() + self._deadline_s if until_s is None else until_s
-        wait = _FIRST_WAIT_S
+        wait, tries = _FIRST_WAIT_S, 0
         while True:
+            tries += 1
             try:
                 return action()
             except (ClientError, BotoCoreError) as error:
-                refused = self._refused(key, error)
+                refused = self._refused(key, error, tries)
                 if refused is not None:
                     raise refused from error
                 if time.monotonic() + wait > deadline:
@@ -263,13 +258,17 @@ class S3Storage:
             time.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
-    def _refused(self, key: str, error: ClientError | BotoCoreError) -> StorageError | None:
-        """Translate an error after which trying again cannot help; None where it may."""
+    def _refused(self, key: str, error: ClientError | BotoCoreError, tries: int = 1) -> StorageError | None:
+        """Translate an error after which trying again cannot help; None where it may.
+
+        Args:
+            tries: of this call so far.
+        """
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             return StorageError(f"{self.where}: {error}; set AWS_ACCESS_KEY_ID or a profile")
         if isinstance(error, SSLError):
-            advice = _NO_TLS.get(_tls_reason(error))
-            return None if advice is None else StorageError(f"{self.where}: {_one_line(error)}; {advice}")
+            advice = tls_advice(error, tries)
+            return StorageError(f"{self.where}: {_one_line(error)}; {advice}") if advice else None
         if isinstance(error, ParamValidationError):
             return StorageError(f"{self.where}: {_one_line(error)}; check storage.url")
         if not isinstance(error, ClientError):
@@ -312,14 +311,6 @@ def _body(reply: Any) -> bytes:
 
 def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _tls_reason(error: SSLError) -> str:
-    """OpenSSL's name of a failed handshake's cause, such as CERTIFICATE_VERIFY_FAILED; "" where unknown."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLError):
-        cause = cause.__cause__ or cause.__context__
-    return (cause.reason if cause is not None else None) or ""
 
 
 def _one_line(error: Exception) -> str:

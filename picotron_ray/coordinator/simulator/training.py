@@ -16,6 +16,8 @@ from picotron_ray.failures import FailureKind
 LONGEST_RENDEZVOUS_S = 5.0
 OUTAGE_POLL_S = 1.0
 LAGS = 0.03  # share of orderly ends at which one member stays behind, stuck
+SEALED = 0.6  # share of a step after which all members have sealed the one before
+HOLD_POLL_S = 0.2  # at which members that stay at a boundary look whether they go on
 FILES = 3  # slots of a worker, which are written over and over
 
 
@@ -34,6 +36,8 @@ class SimGeneration:
         self.pin_next = False
         self.made_at = sim.now
         self.began_at = 0.0  # of the present step
+        self.held_since: float | None = None  # all members stay at a boundary
+        self._held_s = 0.0  # of the last such time that is over
 
     # --- at work ------------------------------------------------------------------------------------
 
@@ -88,6 +92,32 @@ class SimGeneration:
         if culprit is not None:
             culprit.leave(self, FailureKind.FAILED, "error: cursed")
             return
+        if hold_s := self.sim.hold_s():
+            self.held_since = self.sim.now
+            self._stay(self.sim.now + hold_s)
+        else:
+            self._step()
+
+    def _stay(self, until: float) -> None:
+        """Stay at the boundary, until then or until members are asked to leave; then do the next step."""
+        if self.broken or self.ended or self._stuck():
+            self._end_hold()
+        elif self.sim.now < until and not self.boundary:
+            self.sim.after(HOLD_POLL_S, self._stay, until)
+        else:
+            self._end_hold()
+            self._step()
+
+    def _end_hold(self) -> None:
+        if self.held_since is not None:
+            self._held_s, self.held_since = self.sim.now - self.held_since, None
+
+    @property
+    def newest_holds_s(self) -> tuple[float, ...]:
+        """Seconds for which members stayed at a boundary when they last did, and do now."""
+        return (self._held_s, *(() if self.held_since is None else (self.sim.now - self.held_since,)))
+
+    def _step(self) -> None:
         self.began_at = self.sim.now
         self.sim.after(self.step_s, self._step_done, self.step + 1)
 
@@ -266,7 +296,8 @@ class SimGeneration:
             return
         self.broken = True
         rng, resume = self.sim.rng, self.spec.resume_step
-        share = (self.sim.now - self.began_at) / self.step_s
+        share = (self.sim.now - self.began_at) / self.step_s if self.held_since is None else SEALED
+        self._end_hold()
         inside_optimizer = bool(self.began_at) and share > 0.8
         for worker in self.members():
             if self.step - 1 > resume:

@@ -46,6 +46,7 @@ class Sim:
         self.cursed: Callable[[GenerationProtocol], WorkerProtocol | None] = lambda generation: (
             None
         )  # who fails
+        self.debugged: set[str] = set()  # workers that a debugger is attached to
         self.bad_step = 0  # step that every generation finds bad, and ends before; 0: none
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = itertools.count()  # calls of one time come in the order of their planning
@@ -128,7 +129,12 @@ class Sim:
         steps = {worker.name: worker.step for worker in ready if newest is not None and worker.last == newest}
         others = tuple(worker.name for worker in ready if worker.name not in steps)
         rescued = tuple(worker.name for worker in ready if worker.rescued)
-        event = m.Heartbeat(node.name, newest, steps, others, rescued)
+        stays = [
+            worker.generation.held_since for worker in ready if worker.name in steps and worker.generation
+        ]
+        held = any(since is not None for since in stays)
+        debugged = tuple(name for name in steps if name in self.debugged)
+        event = m.Heartbeat(node.name, newest, steps, others, rescued, held, debugged)
         if self.now < self.noise_until or self.shell is None or node.away or node.loses:
             node.report(event)
         else:
@@ -204,6 +210,10 @@ class Sim:
     def parts(self, names: set[str]) -> bool:
         """Whether some of these nodes do not reach each other now."""
         return self.now < self.parted_until and self.parted <= names
+
+    def hold_s(self) -> float:
+        """Seconds for which a generation is to stay at the boundary where it is; 0: it goes on."""
+        return 0.0
 
     def stepped(self, generation: GenerationProtocol) -> None:
         self.checks.stepped(generation)

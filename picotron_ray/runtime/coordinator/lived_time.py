@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
-from picotron_ray.coordinator.holds import HELD
 from picotron_ray.coordinator.operator_orders import ORDER
 from picotron_ray.coordinator.resting import PAUSED, RESTS
 from picotron_ray.observability.goodput import GoodputAccount
@@ -19,7 +18,8 @@ class LivedTime:
     that was killed whole the last sign is the newest line of its log, or its newest record.
 
     A rest is a pause within a launch, by an operator: from when nobody computes to the order to go on; or a
-    stop of all ranks at a breakpoint, once it is over.
+    stop of all ranks at a boundary. Of those the account of causes knows alone, by pages, which outlive a
+    coordinator: alerts of their begin and end do not, and short ones have none.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,6 @@ class LivedTime:
                 if command.data.get("accepted") and command.data["order"] == "resume":
                     self._go_on(at_s)
                     account.resumed(at_s)
-            elif isinstance(command, m.Alert) and command.kind == HELD and not command.data["held"]:
-                self._rested_s += command.data["held_s"]  # the account hears of it from pages
             elif isinstance(command, m.RunGeneration | m.Finish):
                 self._go_on(at_s)
             elif isinstance(command, m.KillWorker) and command.reason == RESTS:
@@ -80,13 +78,17 @@ class LivedTime:
         return True
 
     def _go_on(self, at_s: float) -> None:
-        self._rested_s, self._rests_since_s = self.rested_s(at_s), None
+        self._rested_s, self._rests_since_s = self._ordered_s(at_s), None
 
-    def rested_s(self, now_s: float) -> float:
-        """Seconds of all rests so far."""
+    def _ordered_s(self, now_s: float) -> float:
+        """Seconds of the rests by orders so far."""
         since_s = self._rests_since_s
         return self._rested_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
 
-    def away_s(self, now_s: float) -> float:
+    def rested_s(self, now_s: float, account: GoodputAccount) -> float:
+        """Seconds of all rests so far."""
+        return self._ordered_s(now_s) + account.held_s(now_s)
+
+    def away_s(self, now_s: float, account: GoodputAccount) -> float:
         """Seconds in which nobody was meant to compute."""
-        return self.paused_s + self.rested_s(now_s)
+        return self.paused_s + self.rested_s(now_s, account)

@@ -184,7 +184,7 @@ class RunRecord:
                 **self._lived.memo(),
                 "loss": self._facts.leader(self._facts.newest).get("loss"),
             }
-            away_s = self._lived.away_s(time.time())
+            away_s = self._lived.away_s(time.time(), facts.account)
         wall_s = time.time() - self._began
         # outside of the lock: the coordinator's loop must not wait for a record of thousands of workers
         share = goodput(facts, wall_s - away_s)
@@ -388,8 +388,8 @@ class RunRecord:
         """Return the content of summary.json, without the ledger's part, which is added when it is stored."""
         with self._lock:
             wall_s = time.time() - self._began
-            away_s, rested_s = self._lived.away_s(time.time()), self._lived.rested_s(time.time())
-            times = self._began, wall_s, wall_s - away_s, rested_s
+            until = self._began + wall_s, self._facts.account
+            times = self._began, wall_s, wall_s - self._lived.away_s(*until), self._lived.rested_s(*until)
             return summary_of(self._job, self._facts, finish, *times)
 
     def done(self, finish: m.Finish, summary: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def read_metrics(texts: Iterable[str]) -> dict[str, Any]:
     run: dict[str, Any] = {}
     for text in texts:
         wanted = [line for line in text.splitlines() if line.startswith(READ)]  # parsing costs the most
-        if not wanted and text and "# TYPE" not in text:
+        if not wanted and text.strip() and "# TYPE" not in text:
             raise ValueError(f"saw {text[:40]!r}, expected metrics")
         for family in text_string_to_metric_families("\n".join([*wanted, ""])):
             for sample in family.samples:

@@ -20,7 +20,11 @@ from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Source
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.heartbeat import Page
+from picotron_ray.runtime.worker.tools.window import RecordedSteps, WindowedTool
 from picotron_ray.runtime.worker.tools.worker_tools import WorkerTools
+from picotron_ray.train.loop import Loop, Requests
+from picotron_ray.train.step_sync import HOLD
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import losses, terms
 from tests.support.gloo.train_jobs.remesh_jobs import worker_name
@@ -232,3 +236,38 @@ def test_tools_hear_of_the_phases_of_the_thread_that_trains_alone(tmp_path: Path
     tools._listen("profile", None)
     page.on_phase(1, "backward")
     assert (heard, plain) == (["forward"], ["forward", "snapshot", "backward"])
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_recording_that_begins_after_a_hold_is_the_one_that_was_told_to(
+    tmp_path: Path, dropped: bool
+) -> None:
+    """``GO`` outlived a recording that was dropped, and began the next one where it was armed already."""
+    job = job_of(tmp_path)
+    page = Page(tmp_path / "w.page", job.elastic)
+    tools, requests = WorkerTools(job, page, "w", tmp_path, torch.device("cpu"), None), Requests()
+    alone: Any = SimpleNamespace(requests=requests, layout=Layout(), device=torch.device("cpu"))
+    tools.join(0, requests, alone)
+    exchanges = 0
+
+    def arm(key: str) -> WindowedTool:
+        steps, nothing = RecordedSteps(0, 0, 2), SimpleNamespace(stop=lambda: None)
+        return WindowedTool(key, steps, nothing, tmp_path / key, 1 << 20)  # type: ignore[arg-type]
+
+    def flags_of_all() -> int:
+        nonlocal exchanges
+        exchanges += 1
+        if exchanges == 1:
+            tools._tool = arm("first")
+            assert tools.order({"what": "go", "key": "first"})["state"] == "armed"
+        if exchanges == 3 and dropped:
+            tools.order({"what": "drop", "key": "first"})
+            tools._tool = arm("second")
+        return Loop._flags_of_all(alone) | (HOLD if exchanges < 5 else 0)
+
+    tools.boundary(6, HOLD, flags_of_all)
+    assert tools._tool is not None
+    assert (tools._tool.key, tools._tool.state) == (("second", "armed") if dropped else ("first", "running"))
+    assert page.least_limit_s == job.elastic.first_step_timeout_s
+    tools.boundary(7, requests.take(), flags_of_all)
+    assert (tools._tool.state == "running") is not dropped

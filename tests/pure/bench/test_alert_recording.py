@@ -35,6 +35,19 @@ def test_each_rank_s_rows_become_windows(layout: Layout, monkeypatch: pytest.Mon
     assert job_of("dp-fp32", 0, 100, __import__("pathlib").Path("x")).steps >= 100 * STEPS
 
 
+def test_what_an_earlier_recording_left_and_cannot_be_removed_is_one_line(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run went on from there, and its recording had the rest alone."""
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "dp-fp32-0").write_text("a file, which no tree is")
+    monkeypatch.setattr(recording.connect, "connect", lambda job: pytest.fail("the run began"))
+    with pytest.raises(
+        ConfigError, match="of an earlier recording cannot be removed: Not a directory; remove"
+    ):
+        recording.record("dp-fp32", 0, 100, tmp_path, print)
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,10 +63,12 @@ def test_no_error_leaves_a_rank_attached(
         raise error
 
     monkeypatch.setattr(Debugger, "_connect", staticmethod(broken))
-    one = Debugger(True)
+    told: list[bool] = []
+    one = Debugger(True, told.append)
     with pytest.raises(type(error)):
         one.attach(port_of(agent), os.getpid(), one.heard)
     assert not one.attached
+    assert told == []
 
 
 def test_an_order_ends_with_the_agents_listener(agent: socket.socket) -> None:
@@ -75,6 +78,38 @@ def test_an_order_ends_with_the_agents_listener(agent: socket.socket) -> None:
     with pytest.raises(ConfigError, match=r"^attach: it was taken back$"):
         one.attach(port_of(agent), os.getpid(), nothing)
     assert not one.attached
+
+
+def test_only_one_that_is_connected_is_told_and_so_is_its_end(
+    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that hung while one was only asked for was taken for stopped by it."""
+    told: list[bool] = []
+    one = Debugger(True, told.append)
+    ours: list[socket.socket] = []
+
+    def connect(debugpy: Any, port: int) -> threading.Thread:
+        assert told == [], "all ranks know of it, and it is not there yet"
+        ours.append(socket.create_connection((module.HOST, port)))
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(Debugger, "_connect", staticmethod(connect))
+    monkeypatch.setitem(sys.modules, "pydevd", SimpleNamespace(get_global_debugger=lambda: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_debugpy", lambda: None)
+        taken = threading.Thread(target=lambda: ours.append(agent.accept()[0]))
+        taken.start()
+        one.attach(port_of(agent), os.getpid(), one.heard)
+    taken.join()
+    assert told == [True]
+    for each in ours:
+        each.close()
+    deadline = time.monotonic() + 20
+    while one.attached or told != [True, False]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_another_process_took_is_cut(agent: socket.socket) -> None:

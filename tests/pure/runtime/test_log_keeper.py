@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from picotron_ray.checkpoint.storage.base import StoredObject
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.errors import StorageUnavailableError
 from picotron_ray.observability.logs.lines import Place, decode, head
@@ -22,6 +24,7 @@ from picotron_ray.runtime.heartbeat import process_start_ticks
 from picotron_ray.runtime.log_keeper import LogKeeper
 from picotron_ray.runtime.log_shipping import (
     DEAD_KEPT,
+    GONE_S,
     LogShipping,
     dead_key,
     drop_oldest_nodes,
@@ -237,11 +240,13 @@ def test_lines_of_the_nodes_that_wrote_longest_ago_are_removed(
     """Machines come and go for months: the coordinator keeps those of the newest."""
     for number in range(6):
         storage.put(node_key(f"{number}" * 16), b"")
-        os.utime(tmp_path / "runs" / RUN / node_key(f"{number}" * 16), (number, number))
+        os.utime(tmp_path / "runs" / RUN / node_key(f"{number}" * 16), (number * GONE_S, number * GONE_S))
     storage.put(dead_key(3), b"")
     monkeypatch.setattr(log_shipping, "DELETE_BATCH", 2)
     assert drop_oldest_nodes(storage, kept=3) == 3
     assert stored_nodes(storage) == ["3" * 16, "4" * 16, "5" * 16]
+    assert drop_oldest_nodes(storage, kept=1) == 1
+    assert stored_nodes(storage) == ["4" * 16, "5" * 16], "the first wrote hours ago, and may write again"
     keeper = keep_lines(folder, tmp_path)
     of_node, of_coordinator = (
         LogShipping(folder, node_key(who), lambda: storage, lambda: keeper.store.lines)
@@ -255,6 +260,35 @@ def test_lines_of_the_nodes_that_wrote_longest_ago_are_removed(
     of_coordinator._sent = -1
     of_coordinator._send_node()
     assert asked == [storage], "once an hour"
+
+
+def test_an_object_that_is_removed_while_lines_are_read_costs_no_others(tmp_path: Path) -> None:
+    """The coordinator collects at any time: `logs` said that storage does not tell."""
+    storage = LocalStorage(str(tmp_path), RUN)
+    keys = [node_key(f"{number}" * 16) for number in range(3)]
+    for key in keys:
+        storage.put(key, zstandard.ZstdCompressor().compress(b'{"seq": 1}\n'))
+
+    class Collected(LocalStorage):
+        def list(self, prefix: str) -> Iterator[StoredObject]:
+            listed = list(super().list(prefix))
+            self.delete(keys[1])
+            return iter(listed)
+
+    assert set(stored_lines(Collected(str(tmp_path), RUN))) == {keys[0], keys[2]}
+
+
+def test_of_many_nodes_the_lines_written_last_are_read(
+    tmp_path: Path, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of 4,096 nodes would take more than a machine has; what is not read is said."""
+    for number in range(5):
+        storage.put(node_key(f"{number}" * 16), zstandard.ZstdCompressor().compress(b"x" * 99 + b"\n"))
+        os.utime(tmp_path / "runs" / RUN / node_key(f"{number}" * 16), (number, number))
+    monkeypatch.setattr(log_shipping, "MOST_READ_BYTES", 200)
+    assert list(stored_lines(storage)) == [node_key("4" * 16), node_key("3" * 16)]
+    assert "3 objects of lines that were written longest ago are not read" in caplog.text
+    assert list(stored_lines(storage, "1")) == [node_key("1" * 16)]
 
 
 def test_what_storage_holds_of_lines_is_read_within_bounds(tmp_path: Path) -> None:

@@ -387,12 +387,25 @@ def test_a_stop_at_a_breakpoint_is_no_part_of_goodput(run: Run, monkeypatch: pyt
     """Ten steps of a second each in 80 s, of which a person held the run for 60."""
     run.generation(1, "a", 0, 0.0, "init")
     run.record.figures("n1", [page("a", step=10, step_time_s=1.0)])
-    told = [m.Alert("info", "", "held", {"step": 5, "held_s": 60.0, "held": held}) for held in (True, False)]
-    run.record.observe(m.Tick(), told, BEGAN + 70.0)
+    for at_s, phase, held_s in ((15.0, "forward", 0.0), (45.0, "hold", 30.0), (75.0, "hold", 60.0)):
+        monkeypatch.setattr(time, "time", lambda at_s=at_s: BEGAN + at_s)
+        spent = {"forward": 15.0, "hold": held_s}
+        run.record.figures("n1", [page("a", step=10, step_time_s=1.0, phase=phase, phases_s=spent)])
+    assert run.record.memo()["goodput"] == pytest.approx(10.0 / 15.0), "it sinks not while the hold lasts"
+    again = RunRecord(
+        job()
+    )  # Ray starts the coordinator again within the hold: no alert tells how long it was
+    again.recall(json.loads(json.dumps(run.record.memo())), [], "")
+    run.record = again
+    run.generation(1, "a", 0, 75.0, "init")
     monkeypatch.setattr(time, "time", lambda: BEGAN + 80.0)
-    found = run.record.summary(m.Finish("finished", ""))
+    spent = {"forward": 20.0, "hold": 60.0}
+    again.figures("n1", [page("a", step=10, step_time_s=1.0, phase="forward", phases_s=spent)])
+    found = again.summary(m.Finish("finished", ""))
     assert (found["wall_s"], found["lived_s"], found["paused_s"]) == (80.0, 20.0, 60.0)
     assert found["goodput"] == 0.5
+    told = again.status(0)
+    assert (told["wall_s"] - told["seconds"]["paused"], told["seconds"]["paused"]) == (20.0, 60.0)
 
 
 def test_a_record_of_an_earlier_version_knows_of_no_pause_but_the_newest(

@@ -37,10 +37,12 @@ class Debugger:
 
     Args:
         allowed: whether the config has ``debug.attach``.
+        tell: hears, on any thread, that one is connected from now on, or none any more. One that was only
+            asked for stops nothing: a rank that hangs before must not be taken for one that it stops.
     """
 
-    def __init__(self, allowed: bool) -> None:
-        self._allowed = allowed
+    def __init__(self, allowed: bool, tell: Callable[[bool], None] = lambda _: None) -> None:
+        self._allowed, self._tell = allowed, tell
         self._lock = threading.Lock()
         self._agreed = threading.Event()
         self.attached = False
@@ -78,6 +80,7 @@ class Debugger:
             tell_all()
             self._await_agreement(port, agent)
             connect = self._connect(debugpy, port)
+            self._tell(True)
         except BaseException:
             self.attached = False
             raise
@@ -138,6 +141,7 @@ class Debugger:
             connect.join(CONNECT_S)
         finally:
             self.attached = False
+            self._tell(False)
         log.warning("no debugger is attached to this rank any more")
 
     def clear(self) -> None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -93,7 +94,7 @@ class WorkerTools(StepTools):
         self._place: ToolPlace | None = None
         self._breaks: Breaks | None = None
         self._tool: WindowedTool | None = None
-        self._debugger = Debugger(job.debug.attach)
+        self._debugger = Debugger(job.debug.attach, lambda attached: page.put(debugged=attached))
         self._listeners: dict[str, OnPhase] = {}
         self._trains = 0  # thread of the phases that they hear of
         self._plain_on_phase: OnPhase | None = None
@@ -141,10 +142,9 @@ class WorkerTools(StepTools):
                 tool.go()
         if self._debugger.traced:
             self._debugger.clear()
-            page.put(debugged=self._debugger.attached)
         self._install_breaks()
         if flags & HOLD:
-            flags |= self._hold(step, flags_of_all) & DEBUGGED
+            flags |= self._hold(step, flags_of_all) & (DEBUGGED | GO)
         patient = flags & (GO | PATIENT)
         page.least_limit_s = self._job.elastic.first_step_timeout_s if patient else 0.0
         if flags & DEBUGGED:
@@ -152,8 +152,14 @@ class WorkerTools(StepTools):
             self._debugger.heard()
 
     def _hold(self, step: int, flags_of_all: FlagsOfAll) -> int:
-        """Stay until no rank wants to, or the run is to stop; returns the last exchange's flags."""
+        """Stay until no rank wants to, or the run is to stop; returns the last exchange's flags.
+
+        A recording that is told to begin meanwhile begins with the next step: the one that was armed in the
+        exchange with ``GO``, which is the same on all ranks, and not what was armed in its stead since. Where
+        there was any ``GO``, that flag is returned too.
+        """
         place, tool = self._place, self._tool
+        gone, going = 0, None
         assert place is not None
         self._held_step, rounds = step, 0
         while True:
@@ -168,6 +174,8 @@ class WorkerTools(StepTools):
             self._install_breaks()  # what was removed meanwhile watches no more: a debugger may come
             if flags & DEBUGGED:
                 self._debugger.heard()
+            if flags & GO:
+                gone, going = GO, self._tool
             if not flags & HOLD or flags & STOP:
                 break
             self._open = True
@@ -178,7 +186,9 @@ class WorkerTools(StepTools):
         self._held_step, self._open = 0, False
         if self._breaks is not None:
             self._breaks.go_on()
-        return flags
+        if going is not None and going is self._tool:
+            going.go()
+        return flags | gone
 
     def _install_breaks(self) -> None:
         """Put into force what was ordered of breakpoints."""
@@ -246,11 +256,7 @@ class WorkerTools(StepTools):
             )
             if self._tool is not None and self._tool.live:
                 raise ConfigError("attach: a recording is under way; ask again when it is done")
-
-            def tell_all() -> None:
-                self._page.put(debugged=1)
-                place.requests.add(DEBUGGED)
-
+            tell_all = partial(place.requests.add, DEBUGGED)
             return self._debugger.attach(order["port"], order["agent"], tell_all)
         if what in ("enable", "disable", "rm"):
             return breaks.change(order["number"], what)

@@ -83,6 +83,7 @@ def test_few_nodes_are_asked_for_their_memory() -> None:
     figures.close()
     with pytest.raises(ValueError):
         read_metrics(["{{{ not metrics"])
+    assert read_metrics(["\n", ""]) == {"workers": {}, "gpus": []}, "an endpoint that has none yet"
 
 
 def test_figures_of_nodes_outlive_odd_answers_and_are_not_shown_once_old(

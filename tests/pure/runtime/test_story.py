@@ -153,6 +153,15 @@ def test_report_writes_page_and_account(done: Path, tmp_path: Path) -> None:
     assert json.loads(alone.stdout)["run"] == "done"
 
 
+def test_a_report_that_cannot_be_written_is_one_line_and_exit_2(done: Path) -> None:
+    """It was a traceback."""
+    for option, bad in (("--to", "/proc/x.html"), ("--to", "/dev/full"), ("--json", "/dev/full")):
+        said = CliRunner().invoke(app, ["report", str(done), option, bad])
+        assert said.exit_code == 2, said.output
+        assert said.stderr.startswith(f"error: {option}: cannot write {bad}: ")
+        assert len(said.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

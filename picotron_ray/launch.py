@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import NotRunningError, PicotronError
 
 Config = Annotated[
     str,
@@ -54,7 +54,8 @@ def reported(as_json: bool) -> Iterator[None]:
     """Turn an error that we raise on purpose into its lines and its exit code; others keep theirs."""
     try:
         yield
-    except PicotronError as error:
+    except PicotronError as raised:
+        error = _with_its_end(raised)
         if as_json:
             step = {"step": error.step} if error.step else {}
             print(json.dumps({"error": str(error), "exit_code": error.exit_code, **step}), flush=True)
@@ -69,6 +70,15 @@ def reported(as_json: bool) -> Iterator[None]:
             raise
         _output_ended(error)
         raise typer.Exit(1) from None
+
+
+def _with_its_end(error: PicotronError) -> PicotronError:
+    """Say of a run that is over how it ended: a name that was never launched gets other words."""
+    if not isinstance(error, NotRunningError):
+        return error
+    from picotron_ray.runtime.driver.known_end import in_place_of
+
+    return in_place_of(error)
 
 
 OUTPUT_ENDS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)

@@ -37,9 +37,10 @@ def report(
     """
     with reported(json_file == "-"):
         from picotron_ray.errors import ConfigError
-        from picotron_ray.runtime.driver import story
+        from picotron_ray.runtime.driver import find_stored, story
 
         if to is None and json_file is None:
+            find_stored.find_storage(run)  # a run that is not there is the graver mistake
             raise ConfigError("--to: saw neither --to FILE nor --json FILE; name the file of the report")
         refuse_unwritable("--to", to)
         refuse_unwritable("--json", file_of(json_file))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from difflib import get_close_matches
 
 from picotron_ray.errors import ConfigError, NotRunningError, PicotronError
 from picotron_ray.observability.report.page import duration
 from picotron_ray.runtime.driver.console import ENDS
-from picotron_ray.runtime.driver.find_stored import of_name
-from picotron_ray.runtime.ray_cluster.names import runs_coordinated_here
+from picotron_ray.runtime.driver.find_stored import nearest_words, of_name
 from picotron_ray.runtime.run_storage.run_account import newest_step
 from picotron_ray.runtime.run_storage.stored_run import CUT_OFF, StoredRun, read_brief
 
@@ -54,9 +52,3 @@ def end_words(run: StoredRun, now_s: float) -> str:
     else:
         said = f"{ENDS.get(state, state)}{at}, {ago}"
     return f"run {name!r} {said}; see `picotron-ray report {name}`, `logs {name}` or `dashboard {name}`"
-
-
-def nearest_words(run: str) -> str:
-    """Return a question for the run that may be meant, of those launched here; "" where none is alike."""
-    near = get_close_matches(run, runs_coordinated_here(), 1)
-    return f"; did you mean {near[0]!r}?" if near and near[0] != run else ""

@@ -88,7 +88,7 @@ def diff_runs(one: str, two: str) -> dict[str, Any]:
     ``config`` and ``environment`` have both values by key, ``figures`` too, ``curves`` the losses at the
     newest common step and where they are furthest apart; null where there is no common step.
     """
-    a, b = find_stored_run(one), find_stored_run(two)
+    a, b = _of_two("first", one), _of_two("second", two)
     accounts = run_account(a), run_account(b)
     return {
         "runs": [a.name, b.name],
@@ -100,6 +100,13 @@ def diff_runs(one: str, two: str) -> dict[str, Any]:
         },
         "curves": _curves(a, b),
     }
+
+
+def _of_two(which: str, word: str) -> StoredRun:
+    try:
+        return find_stored_run(word)
+    except ConfigError as error:
+        raise ConfigError(f"{which} {error}") from error
 
 
 def _differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, list[Any]]:

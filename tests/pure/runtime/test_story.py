@@ -165,8 +165,11 @@ def test_a_report_that_cannot_be_written_is_one_line_and_exit_2(done: Path) -> N
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["tiny-nothing-here", "--json", "-"], "tiny-nothing-here"),
-        (["{folder}/other", "--json", "-"], "other"),
+        (["tiny-nothing-here", "--json", "-"], "run: saw 'tiny-nothing-here', expected the name of a run"),
+        (["tiny-nothing-here"], "or its config: a YAML file, or a packaged recipe"),
+        (["{folder}/other", "--json", "-"], "other', expected the name of a run, or its address in storage"),
+        (["{folder}x", "--json", "-"], "did you mean '{folder}'?"),
+        (["{folder}/..", "--json", "-"], "; this folder holds runs: done (give {folder}/../done)"),
         (["{folder}"], "--to: saw neither"),
         (["{folder}", "--to", "{folder}/none/r.html"], "expected a file in a folder that exists"),
         (["file://{folder}x", "--to", "{folder}/r.html"], "expected a local folder or s3://"),
@@ -175,7 +178,7 @@ def test_a_report_that_cannot_be_written_is_one_line_and_exit_2(done: Path) -> N
 def test_bad_words_are_one_line_and_exit_2(done: Path, words: list[str], says: str) -> None:
     said = CliRunner().invoke(app, ["report", *(word.format(folder=done) for word in words)])
     assert said.exit_code == 2
-    assert says in said.output
+    assert says.format(folder=done) in said.output
 
 
 def test_a_config_names_its_run(done: Path, tmp_path: Path) -> None:
@@ -227,7 +230,8 @@ def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
     [
         (["{folder}/nowhere"], "does not exist"),
         (["diff", "{folder}"], "expected one URL, or: diff RUN RUN"),
-        (["diff", "{folder}/done", "{folder}/nobody"], "nobody"),
+        (["diff", "{folder}/done", "{folder}/nobody"], "second run: saw '{folder}/nobody', expected the"),
+        (["diff", "nobody", "{folder}/done"], "first run: saw 'nobody', expected the name of a run"),
         (["ftp://host/runs"], "expected a local folder or s3://bucket/prefix"),
         (["s3://user:hidden@bucket/x"], "put credentials into the environment"),
     ],
@@ -235,5 +239,5 @@ def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
 def test_bad_words_of_runs(done: Path, words: list[str], says: str) -> None:
     said = CliRunner().invoke(app, ["runs", *(word.format(folder=done.parent) for word in words)])
     assert said.exit_code == 2
-    assert says in said.output
+    assert says.format(folder=done.parent) in said.output
     assert "hidden" not in said.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +86,10 @@ def runs(
             found = run_list.list_runs(given[0])
             lines = run_list.run_lines(found, given[0])
         else:
-            raise ConfigError(f"runs: saw {' '.join(given)!r}, expected one URL, or: diff RUN RUN")
+            meant = (
+                "; did you mean diff?" if get_close_matches(given[0], ["diff"]) and given[0] != "diff" else ""
+            )
+            raise ConfigError(f"runs: saw {' '.join(given)!r}, expected one URL, or: diff RUN RUN{meant}")
         write_json(found, json_file)
         if json_file != "-":
             print("\n".join(lines))

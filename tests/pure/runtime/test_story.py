@@ -209,6 +209,16 @@ def test_all_runs_below_a_folder_are_listed(done: Path, left: Path, tmp_path: Pa
     assert "cut-off" in CliRunner().invoke(app, ["runs", str(tmp_path / "runs")]).output
 
 
+def test_the_address_of_a_run_lists_that_run(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said that no run is in it."""
+    monkeypatch.chdir(done.parent)
+    for word in ("done", "./done/", str(done)):
+        said = CliRunner().invoke(app, ["runs", word, "--json", "-"])
+        assert [row["name"] for row in json.loads(said.stdout)] == ["done"]
+    said = CliRunner().invoke(app, ["runs", "done/log"])
+    assert (said.exit_code, said.output) == (0, "no run is in done/log\n")
+
+
 def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
     config = json.loads((left / "launch.json").read_text())
     config["config"]["seed"] = 7
@@ -229,6 +239,8 @@ def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["{folder}/nowhere"], "does not exist"),
+        (["{folder}/done/run.json"], "run.json is a file; expected a folder of runs"),
+        (["dif", "{folder}/done", "{folder}/done"], "expected one URL, or: diff RUN RUN; did you mean diff?"),
         (["diff", "{folder}"], "expected one URL, or: diff RUN RUN"),
         (["diff", "{folder}/done", "{folder}/nobody"], "second run: saw '{folder}/nobody', expected the"),
         (["diff", "nobody", "{folder}/done"], "first run: saw 'nobody', expected the name of a run"),

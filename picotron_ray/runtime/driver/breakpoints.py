@@ -134,7 +134,7 @@ def trace(run: str, kind: str, steps: int, ranks: str, to: Path, say: recordings
     """
     if kind not in ("call", "line", "memory"):
         raise ConfigError(f"trace: saw {kind!r}, expected call, line or memory")
-    recordings.check_window(0, 0, steps)
+    recordings.check_window(0, 0, steps, recorded="steps")
     with recordings.results_in("--to", to) as folder:
         tools = RunTools(run)
         chosen = tools.ranks(ranks, (0,))

@@ -23,13 +23,16 @@ MOST_STEPS = 1000
 Say = Callable[[str], None]
 
 
-def check_window(wait: int, warmup: int, active: int) -> None:
+def check_window(wait: int, warmup: int, active: int, recorded: str = "active") -> None:
     """Refuse a window that records nothing.
+
+    Args:
+        recorded: the option that the command names its recorded steps by.
 
     Raises:
         ConfigError: it does.
     """
-    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), (recorded, active, 1)):
         if not least <= value <= MOST_STEPS:
             raise ConfigError(f"--{name}: saw {value}, expected from {least} to {MOST_STEPS} steps")
 

@@ -122,7 +122,7 @@ class RunTools:
 
     def one_rank(self, text: str, option: str) -> int:
         """The rank that a person names, where a command takes one alone; ConfigError where it is none."""
-        if not text.strip().isdigit() or int(text) >= self.world_size:
+        if not text.strip().isdecimal() or int(text) >= self.world_size:
             raise ConfigError(f"{option}: saw {text!r}, expected one rank from 0 to {self.world_size - 1}")
         return int(text)
 

@@ -79,7 +79,7 @@ def reported(as_json: bool, launches: bool = False) -> Iterator[None]:
         if not _of_the_output(error):
             raise
         quiet = error.errno == errno.EPIPE and not launches
-        _output_ended("" if quiet else error.strerror, launches)
+        _output_ended("" if quiet else error.strerror or str(error), launches)
         raise typer.Exit(UNREAD if quiet else 1) from None
 
 

@@ -40,7 +40,8 @@ def end_words(run: StoredRun, now_s: float) -> str:
     state, name = run.vitals.state, run.name
     ended = run.summary if state not in ("running", CUT_OFF) else None  # else it is of an earlier launch
     at = f" at step {newest_step(run) if ended is None else ended['steps']}"
-    ago = f"{duration(max(0, int(now_s - run.vitals.updated_s)))} ago"
+    seconds = max(0, int(now_s - run.vitals.updated_s))
+    ago = f"{seconds} s ago" if seconds < 60 else f"{duration(seconds)} ago"
     if not run.vitals.updated_s:
         said = f"has no coordinator; its storage says {state}"
     elif state == "running":

@@ -215,4 +215,4 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 def _suggestion_lines(suggestions: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [f"  try {one['change']}: {one['gain']}" for one in suggestions if one["ratio"] is not None]
     others = ", ".join(one["change"] for one in suggestions if one["ratio"] is None)
-    return [*measured, *([f"  or try {others} ({NOT_MEASURED})"] if others else [])]
+    return [*measured, *([f"  try {others} ({NOT_MEASURED})"] if others else [])]

@@ -189,7 +189,7 @@ def test_a_summary_says_each_thing_once() -> None:
     text = lines(found)
     assert text[0].startswith("trace of rank 0, step 561: t ")
     assert not [line for line in text if "clock" in line]
-    assert text[-2:] == ["  try kernels.x: 1.1 times", f"  or try micro-batch, layout ({NOT_MEASURED})"]
+    assert text[-2:] == ["  try kernels.x: 1.1 times", f"  try micro-batch, layout ({NOT_MEASURED})"]
     two = {**found, "ranks": {"0": rank, "1": rank}, "steps": [561, 562]}
     assert lines(two)[0].startswith("trace of ranks 0-1, steps 561 to 562: t ")
     assert lines(two)[1] == "clocks of the ranks agree within 0 microseconds"

@@ -63,6 +63,7 @@ def test_how_a_run_ended() -> None:
         return end_words(run, 1090.0).partition("; see")[0]
 
     assert words("finished") == "run 'night' finished at step 7, 1 min 30 s ago"
+    assert words("stopped", 1050.0) == "run 'night' stopped at step 7, 40 s ago"
     assert words("storage") == "run 'night' ended for want of storage at step 7, 1 min 30 s ago"
     assert "died without an end at step 7: its newest sign of life was 1 min 30 s ago" in words(CUT_OFF)
     assert "died since, or goes on elsewhere" in words("running")

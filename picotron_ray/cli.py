@@ -20,12 +20,14 @@ from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.logs import logs
 from picotron_ray.commands.metrics import metrics
+from picotron_ray.commands.one_line_errors import OneLineGroup
 from picotron_ray.commands.plan import analyse, plan
 from picotron_ray.commands.probe import probe
 from picotron_ray.commands.profile import profile
 from picotron_ray.commands.top import top
 
 app = typer.Typer(
+    cls=OneLineGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

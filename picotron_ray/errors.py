@@ -45,6 +45,15 @@ class ConfigError(PicotronError):
         return "\n".join(self.problems)
 
 
+class NotRunningError(ConfigError):
+    """A run has no coordinator where it was looked for: it has ended, died, or never was.
+
+    ``run`` is its name. A command adds what is remembered of it (`known_end`), which asks its storage.
+    """
+
+    run = ""
+
+
 class LayoutError(ConfigError):
     """A layout does not divide the model, batch or world."""
 

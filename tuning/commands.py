@@ -21,6 +21,7 @@ from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Config, Overrides, reported
+from picotron_ray.runtime.driver.asked_files import write_asked
 from tuning import spaces
 from tuning.connected import QUIET, connected
 from tuning.notes import refuse_another
@@ -198,7 +199,7 @@ def _run(kind: str, asked: dict[str, Any]) -> None:
         if alone:
             print(json.dumps(found), flush=True)
         elif target:
-            target.write_text(json.dumps(found, indent=1))
+            write_asked("--json", target, json.dumps(found, indent=1))
 
 
 def _refuse_unwritable(target: Path) -> None:

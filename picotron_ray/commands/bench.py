@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.launch import Config, Overrides, reported
+from picotron_ray.runtime.driver.asked_files import refuse_unwritable, write_asked
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
 
@@ -307,5 +307,5 @@ def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> N
     if json_file == "-":
         return print(json.dumps(found), flush=True)
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(found, indent=2) + "\n")
+        write_asked("--json", Path(json_file), json.dumps(found, indent=2) + "\n")
     return print("\n".join(lines))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from picotron_ray.commands.output import table
-from picotron_ray.launch import AsJson
+from picotron_ray.launch import AsJson, reported
 
 
 def metrics(
@@ -33,7 +33,9 @@ def metrics(
     if kubernetes and not rules:
         raise typer.BadParameter("--kubernetes says how --rules are printed; give both")
     if rules or rule_tests is not None or grafana:
-        return print(_made(grafana, rules, kubernetes, rule_tests, as_json))
+        with reported(as_json):
+            print(_made(grafana, rules, kubernetes, rule_tests, as_json))
+        return None
     from picotron_ray.observability.catalogue import CATALOGUE
 
     rows = [
@@ -54,9 +56,10 @@ def _made(grafana: bool, rules: bool, kubernetes: bool, rule_tests: str | None, 
     import yaml
 
     from picotron_ray.observability.alerts.prometheus_rules import kubernetes_rules, prometheus_rules
-    from picotron_ray.observability.alerts.prometheus_tests import tests_of_rules
+    from picotron_ray.observability.alerts.prometheus_tests import refuse_other_rules, tests_of_rules
 
     if rule_tests is not None:
+        refuse_other_rules(rule_tests)
         found = tests_of_rules(rule_tests)
     else:
         found = kubernetes_rules() if kubernetes else prometheus_rules()

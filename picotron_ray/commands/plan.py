@@ -15,6 +15,7 @@ import typer
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import Overrides, reported
+from picotron_ray.runtime.driver.asked_files import write_asked
 
 SomeConfig = Annotated[
     str | None, typer.Argument(help="a YAML file, or the name of a packaged recipe; left out with --validate")
@@ -160,7 +161,7 @@ def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) ->
     size = cluster_size(found)
     value["cluster"] = size.to_dict()
     if write_size is not None:
-        _write(write_size, size_patches(size), "--write-size")
+        write_asked("--write-size", write_size, size_patches(size))
     return list(cluster_lines(size, found.hardware.device))
 
 
@@ -328,15 +329,6 @@ def _show(lines: Iterable[str], value: dict[str, Any], json_file: str | None) ->
         print(json.dumps(value), flush=True)
         return
     if json_file is not None:
-        _write(Path(json_file), json.dumps(value, indent=1) + "\n", "--json")
+        write_asked("--json", Path(json_file), json.dumps(value, indent=1) + "\n")
     for line in lines:
         print(line)
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{option}: cannot write {path}: {error.strerror}; name a file that can be written"
-        ) from None

@@ -11,6 +11,7 @@ import typer
 
 from picotron_ray.errors import ConfigError
 from picotron_ray.launch import reported
+from picotron_ray.runtime.driver.asked_files import write_asked
 
 if TYPE_CHECKING:
     from picotron_ray.planner.hardware_profile import HardwareProfile
@@ -86,7 +87,7 @@ def _show(found: HardwareProfile, out: Path | None, alone: bool) -> None:
     if out is None:
         print(text)
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_asked("--out", out, text + "\n")
     for line in profile_lines(found, str(out)) if out else (*found.outliers, *found.cuts):
         print(line)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from picotron_ray.launch import reported
+from picotron_ray.runtime.driver.asked_files import refuse_unwritable, write_asked
 
 JsonFile = Annotated[
     str | None,
@@ -36,14 +38,16 @@ def report(
     """
     with reported(json_file == "-"):
         from picotron_ray.errors import ConfigError
-        from picotron_ray.runtime.driver import story
+        from picotron_ray.runtime.driver import find_stored, story
 
         if to is None and json_file is None:
+            find_stored.find_storage(run)  # a run that is not there is the graver mistake
             raise ConfigError("--to: saw neither --to FILE nor --json FILE; name the file of the report")
-        refuse_unwritable(*filter(None, (to, file_of(json_file))))
+        refuse_unwritable("--to", to)
+        refuse_unwritable("--json", file_of(json_file))
         found = story.report(run)
         if to is not None:
-            to.write_text(found.page)
+            write_asked("--to", to, found.page)
         write_json(found.account, json_file)
         if json_file != "-":
             print("\n".join(story.report_lines(found.account)))
@@ -72,7 +76,7 @@ def runs(
         from picotron_ray.errors import ConfigError
         from picotron_ray.runtime.driver import run_list
 
-        refuse_unwritable(*filter(None, (file_of(json_file),)))
+        refuse_unwritable("--json", file_of(json_file))
         given = words or ["./runs"]
         found: Any
         if given[0] == "diff" and len(given) == 3:
@@ -82,7 +86,10 @@ def runs(
             found = run_list.list_runs(given[0])
             lines = run_list.run_lines(found, given[0])
         else:
-            raise ConfigError(f"runs: saw {' '.join(given)!r}, expected one URL, or: diff RUN RUN")
+            meant = (
+                "; did you mean diff?" if get_close_matches(given[0], ["diff"]) and given[0] != "diff" else ""
+            )
+            raise ConfigError(f"runs: saw {' '.join(given)!r}, expected one URL, or: diff RUN RUN{meant}")
         write_json(found, json_file)
         if json_file != "-":
             print("\n".join(lines))
@@ -93,18 +100,9 @@ def file_of(json_file: str | None) -> Path | None:
     return None if json_file is None or json_file == "-" else Path(json_file)
 
 
-def refuse_unwritable(*targets: Path) -> None:
-    """Raise ConfigError where a file cannot be written, before any work."""
-    from picotron_ray.errors import ConfigError
-
-    for target in targets:
-        if target.is_dir() or not target.absolute().parent.is_dir():
-            raise ConfigError(f"saw {target} as a file to write; expected a file in a folder that exists")
-
-
 def write_json(value: Any, json_file: str | None) -> None:
     """Write a value as ``--json`` says."""
     if json_file == "-":
         print(json.dumps(value), flush=True)
     elif json_file is not None:
-        Path(json_file).write_text(json.dumps(value, indent=1) + "\n")
+        write_asked("--json", Path(json_file), json.dumps(value, indent=1) + "\n")

@@ -55,6 +55,16 @@ class HangVerdict:
         found = [text for finding in self.findings for text in finding.suggestions]
         return list(dict.fromkeys(found or _calm(self.ranks)))
 
+    @property
+    def held(self) -> dict[str, Any] | None:
+        """Step after which a tool holds all ranks, and since when: the least that one of them says."""
+        if not self.ranks or any(record.phase != "hold" for record in self.ranks):
+            return None
+        return {
+            "step": max(record.step for record in self.ranks),
+            "for_s": min(record.for_s for record in self.ranks),
+        }
+
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
         told = [
@@ -84,6 +94,7 @@ class HangVerdict:
             "ranks": told,
             "waits": waits,
             "groups": _groups(self.ranks),
+            "held": self.held,
             "least_s": self.least_s,
         }
 

@@ -48,6 +48,15 @@ def whole_tensors(ranks: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, dic
     return {name: added(parts.values()) for name, parts in boxes.items()}
 
 
+def top_names(names: Iterable[str]) -> list[str]:
+    """Return how the names of tensors begin, moments as ``MOMENT/``.
+
+    >>> top_names(["embed.weight", "layers.0.w", "layers.1.w", "exp_avg/embed.weight", "exp_avg/layers.0.w"])
+    ['embed', 'layers', 'exp_avg/']
+    """
+    return list(dict.fromkeys(f"{n.partition('/')[0]}/" if "/" in n else n.partition(".")[0] for n in names))
+
+
 def histogram_text(counts: Sequence[int]) -> str:
     """Say a histogram in one line: the buckets that are not empty.
 

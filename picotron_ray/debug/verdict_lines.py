@@ -13,7 +13,13 @@ MOST_ROWS = 16
 
 def verdict_lines(found: Mapping[str, Any], question: Question) -> list[str]:
     """Say a verdict (`HangVerdict.plain`): findings, what they rest on, and what to do next."""
-    return [*_about(found), *_findings(found, question), *_basis(found, question), *_next(found)]
+    return [
+        *_about(found),
+        *_held(found),
+        *_findings(found, question),
+        *_basis(found, question),
+        *_next(found),
+    ]
 
 
 def _about(found: Mapping[str, Any]) -> Iterator[str]:
@@ -23,6 +29,14 @@ def _about(found: Mapping[str, Any]) -> Iterator[str]:
             f"failure {failure['kind']} of {failure['target']} in step {failure['step']}, as its ranks told"
             f" then ({failure['evidence']}; {failure['why']}):"
         )
+
+
+def _held(found: Mapping[str, Any]) -> Iterator[str]:
+    held = found.get("held")
+    if held:
+        numbers = ", ".join(map(str, held.get("breakpoints", ())))
+        by = f"breakpoint {numbers}" if numbers else "a breakpoint, or a recording that is saved,"
+        yield f"held by {by} after step {held['step']}, for {held['for_s']:.0f} s"
 
 
 def _findings(found: Mapping[str, Any], question: Question) -> Iterator[str]:

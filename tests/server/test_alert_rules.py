@@ -40,7 +40,7 @@ def printed(*words: str) -> str:
 def rule_files(tmp_path: Path) -> tuple[Path, Path]:
     rules, tests = tmp_path / "rules.yml", tmp_path / "tests.yml"
     rules.write_text(printed("--rules"))
-    tests.write_text(printed("--rule-tests", "rules.yml"))
+    tests.write_text(printed("--rule-tests", str(rules)))
     return rules, tests
 
 

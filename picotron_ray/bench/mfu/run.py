@@ -19,7 +19,6 @@ from typing import Any
 
 from picotron_ray.bench.common.event_log import Event, Events
 from picotron_ray.bench.common.machine import machine, versions
-from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.bench.common.process import Launched, torchrun
 from picotron_ray.bench.common.signals import sigterm_exits
 from picotron_ray.bench.mfu.memory_timeline import as_html
@@ -35,6 +34,7 @@ from picotron_ray.bench.mfu.settings import (
 )
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, PicotronError
+from picotron_ray.runtime.driver.asked_files import refuse_unwritable, write_asked
 from picotron_ray.runtime.driver.resolve_job import DATA, OWN_PRECISION, ResolvedJob, resolve, resolve_words
 
 POLL_S = 0.1
@@ -193,10 +193,8 @@ def write_timeline(file: Path, base: Setting, memory: Mapping[str, Any] | None) 
     """
     if memory is None:
         raise PicotronError(f"--memory-timeline: {untraceable_words(base)}")
-    try:
-        file.write_text(as_html(f"Memory of a step of {base.job.name}, {base.layout}", memory))
-    except OSError as error:
-        raise PicotronError(f"--memory-timeline: {file} cannot be written: {error.strerror}") from error
+    page = as_html(f"Memory of a step of {base.job.name}, {base.layout}", memory)
+    write_asked("--memory-timeline", file, page)
 
 
 def untraceable_words(setting: Setting) -> str:

@@ -18,7 +18,7 @@ def run_names(config: StorageConfig) -> list[str]:
     In S3 these are all folders with a run's name: whether one holds a run shows when it is read.
 
     Raises:
-        NotFoundError: there is no such folder.
+        NotFoundError: there is no such folder, or it is a file.
         StorageError: storage does not answer.
     """
     if config.url.startswith("s3://"):
@@ -32,6 +32,8 @@ def run_names(config: StorageConfig) -> list[str]:
             names = [entry.name for entry in entries if entry.is_dir() and (root / entry / MARK).is_file()]
     except FileNotFoundError as error:
         raise NotFoundError(f"{root} does not exist") from error
+    except NotADirectoryError as error:
+        raise NotFoundError(f"{root} is a file") from error
     except OSError as error:
         raise StorageError(f"{root} cannot be read ({error.strerror})") from error
     return sorted(name for name in names if re.fullmatch(RUN_NAME, name))

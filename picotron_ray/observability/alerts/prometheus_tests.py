@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from picotron_ray.errors import ConfigError
 from picotron_ray.observability.alerts.prometheus_rules import EXPRESSIONS, alert_name
 from picotron_ray.observability.alerts.rules import BY_NAME
 
@@ -49,6 +53,26 @@ def tests_of_rules(rules_file: str) -> dict[str, Any]:
         rules_file: that holds `prometheus_rules`, beside the file of the tests.
     """
     return {"rule_files": [rules_file], "evaluation_interval": "1m", "tests": list(_tests())}
+
+
+def refuse_other_rules(rules_file: str) -> None:
+    """Raise ConfigError where a file is not there, or lacks an alert that the tests are about."""
+    how = "`picotron-ray metrics --rules > picotron-rules.yml` makes the file"
+    try:
+        found = yaml.safe_load(Path(rules_file).read_text(encoding="utf-8"))
+        groups = found["groups"]
+        there = {rule.get("alert") for group in groups for rule in group["rules"]}
+    except OSError as error:
+        raise ConfigError(f"--rule-tests: cannot read {rules_file}: {error.strerror}; {how}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"--rule-tests: saw {rules_file}, which holds no rules of Prometheus; {how}"
+        ) from None
+    missing = [name for name in map(alert_name, EXPRESSIONS) if name not in there]
+    if missing:
+        raise ConfigError(
+            f"--rule-tests: saw {rules_file} without the rule {missing[0]}, expected all of ours; {how}"
+        )
 
 
 def _tests() -> Iterator[dict[str, Any]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
+from difflib import get_close_matches
 from typing import Any
 
 from picotron_ray.config.time_span import seconds_of
@@ -71,7 +72,9 @@ def query_of(
     if rank is not None and rank < 0:
         raise ConfigError(f"--rank: saw {rank}, expected the number of a worker in a generation, from 0")
     if level is not None and level not in LEVELS:
-        raise ConfigError(f"--level: saw {level!r}, expected one of {', '.join(LEVELS)}")
+        near = get_close_matches(level, LEVELS, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--level: saw {level!r}, expected one of {', '.join(LEVELS)}{meant}")
     _check_pattern(pattern)
     return Query(rank, node or "", _since(since, now_s), level or "", pattern or "")
 
@@ -83,13 +86,19 @@ def _since(word: str | None, now_s: float) -> str:
         return time_text(max(0.0, now_s - ago_s))
     try:
         at = datetime.fromisoformat(word)
-        at = at if at.tzinfo else at.astimezone()
-        return time_text(at.astimezone(UTC).timestamp())
+        at_s = (at if at.tzinfo else at.astimezone()).timestamp()
+        told = time_text(at_s)
     except (ValueError, OverflowError) as error:
         raise ConfigError(
             f"--since: saw {word!r}, expected a time ago such as 90s, 10m, 2h or 1d, or a date such as"
             " 2026-11-26T10:00"
         ) from error
+    if at_s > now_s:
+        raise ConfigError(
+            f"--since: saw {word!r}, expected a time that has passed; it is {time_text(now_s)} (a date"
+            " without a zone is one of this machine's)"
+        )
+    return told
 
 
 def _check_pattern(pattern: str | None) -> None:

@@ -62,16 +62,13 @@ def attach(run: str, rank: str, port: int, stop_s: float, say: Say, told: Callab
         raise ConfigError(f"--timeout-s: saw {stop_s:g}, expected above 0 and at most {MOST_STOP_S:g}")
     check_port(port)
     tools = RunTools(run)
-    chosen = tools.ranks(rank, (0,), "--rank")
-    if len(chosen) != 1:
-        last = tools.world_size - 1
-        raise ConfigError(f"--rank: saw {rank!r}, expected one rank from 0 to {last}: each has its debugger")
+    chosen = tools.one_rank(rank, "--rank")
     with ended_in_order(), adapter_on(port) as adapter:
-        link = RankLink(tools, chosen[0], stop_s)
+        link = RankLink(tools, chosen, stop_s)
         try:
-            why = link.connect(lambda: say(f"rank {chosen[0]}: its debugger connects at the end of a step"))
+            why = link.connect(lambda: say(f"rank {chosen}: its debugger connects at the end of a step"))
             if why:
-                raise ConfigError(f"rank {chosen[0]}: {why.removeprefix('attach: ')}")
+                raise ConfigError(f"rank {chosen}: {why.removeprefix('attach: ')}")
             told(adapter.client)
             return link.relay(adapter.server)
         finally:

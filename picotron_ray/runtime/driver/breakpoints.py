@@ -120,7 +120,11 @@ def inspect(run: str, scope: str, name: str, ranks: str, whole: bool) -> dict[st
         return {"ranks": {str(rank): answer["values"] for rank, answer in answers.items()}}
     if not any(answer["tensors"] for answer in answers.values()):
         near = next((answer["near"][0] for answer in answers.values() if answer["near"]), "none")
-        raise ConfigError(f"inspect model: saw {name!r}; nearest: {near}")
+        begin = dict.fromkeys(word for answer in answers.values() for word in answer.get("begin", ()))
+        raise ConfigError(
+            f"inspect model: saw {name!r}; nearest: {near}; names begin with {', '.join(begin)}"
+            " (a moment's is MOMENT/NAME)"
+        )
     if whole:
         return {"tensors": whole_tensors(answer["tensors"] for answer in answers.values())}
     return {"ranks": {str(rank): answer["tensors"] for rank, answer in answers.items()}}
@@ -134,7 +138,7 @@ def trace(run: str, kind: str, steps: int, ranks: str, to: Path, say: recordings
     """
     if kind not in ("call", "line", "memory"):
         raise ConfigError(f"trace: saw {kind!r}, expected call, line or memory")
-    recordings.check_window(0, 0, steps)
+    recordings.check_window(0, 0, steps, recorded="steps")
     with recordings.results_in("--to", to) as folder:
         tools = RunTools(run)
         chosen = tools.ranks(ranks, (0,))

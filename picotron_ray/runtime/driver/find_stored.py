@@ -7,19 +7,25 @@ address (``s3://bucket/runs/NAME``, or a folder) needs neither: a run that is ov
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.storage.run_names import run_names
+from picotron_ray.config.load import recipe_names
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.config.storage_urls import redact, url_problems
 from picotron_ray.errors import ConfigError, NotFoundError, PicotronError
 from picotron_ray.runtime.driver import ended_run
 from picotron_ray.runtime.driver.resolve_job import resolve_words
+from picotron_ray.runtime.ray_cluster.names import runs_coordinated_here
 from picotron_ray.runtime.run_storage.stored_run import StoredRun, read_stored_run
 
+MOST_NAMED = 8
+"""Runs of a folder."""
 RETRY_S = 20.0
 """Longest wait for storage that does not answer a person."""
 
@@ -45,8 +51,49 @@ def find_storage(word: str) -> tuple[str, Storage]:
     storage = None if is_address(word) else of_name(word)
     if storage is not None:
         return word, storage
+    file = Path(word)
+    if (file.is_dir() or not file.exists()) and word not in recipe_names():
+        raise _unknown(word, or_config=True)
     job = resolve_words(word, []).job
     return job.name, storage_of(job)
+
+
+def _unknown(word: str, or_config: bool) -> ConfigError:
+    config = "; or its config: a YAML file, or a packaged recipe" if or_config else ""
+    return ConfigError(
+        f"run: saw {redact(word)!r}, expected the name of a run, or its address in storage: a folder or"
+        f" prefix with a run.json{config}{_meant(word)}"
+    )
+
+
+def _meant(word: str) -> str:
+    """Name the runs of the folder that was given, or the one whose name is nearest; "" without either."""
+    plain = word.removeprefix("file://").rstrip("/")
+    if "://" in plain:
+        return ""
+    if inside := _runs_in(plain):
+        more = f" and {len(inside) - MOST_NAMED} more" if len(inside) > MOST_NAMED else ""
+        return f"; this folder holds runs: {', '.join(inside[:MOST_NAMED])}{more} (give {plain}/{inside[0]})"
+    above, _, name = plain.rpartition("/")
+    return nearest_words(name, _runs_in(above), above + "/") if above else nearest_words(name)
+
+
+def _runs_in(folder: str) -> list[str]:
+    try:
+        return run_names(StorageConfig(url=folder))
+    except (PicotronError, ValueError):
+        return []
+
+
+def nearest_words(run: str, names: list[str] | None = None, above: str = "") -> str:
+    """Return a question for the run that may be meant, of those launched here; "" where none is alike.
+
+    Args:
+        names: to choose from instead.
+        above: what an address has before the name.
+    """
+    near = get_close_matches(run, runs_coordinated_here() if names is None else names, 1)
+    return f"; did you mean {above + near[0]!r}?" if near and near[0] != run else ""
 
 
 def find_stored_run(word: str) -> StoredRun:
@@ -74,10 +121,7 @@ def at_address(word: str) -> tuple[str, Storage]:
     storage = open_storage(config, name)
     try:
         if storage.size("run.json") is None:
-            raise ConfigError(
-                f"run: saw {redact(word)!r}, expected the name of a run, or its address in storage: a folder"
-                " or prefix with a run.json"
-            )
+            raise _unknown(word, or_config=False)
     except PicotronError as error:
         if isinstance(error, ConfigError):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from picotron_ray.checkpoint.storage.base import get_bounded
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.debug.hang_verdict import HangVerdict, judge_hang
 from picotron_ray.debug.rank_record import RankRecord, read_rank
-from picotron_ray.errors import ConfigError, NotFoundError
-from picotron_ray.runtime.driver import find_stored, run_agents
+from picotron_ray.errors import ConfigError, NotFoundError, PicotronError
+from picotron_ray.runtime.driver import breakpoints, find_stored, run_agents
 from picotron_ray.runtime.node_agent.evidence import STOPPED
 
+log = logging.getLogger(__name__)
 A_RANK_BYTES = 512 << 10
 MOST_BYTES = 128 << 20
 """Of all ranks' answers together."""
@@ -40,6 +42,8 @@ def verdict(run: str, kept: bool = False) -> dict[str, Any]:
     entries = [] if kept else _asked(run, seen)
     if entries:
         found = _named(judge_hang(read_ranks(entries)), run)
+        if found["held"]:
+            found["held"]["breakpoints"] = _holding(run)
         return {"run": run, "generation": seen["generation"], "failure": None, **found}
     failure = next((one for one in reversed(seen["failures"]) if one.get("evidence")), None)
     if failure is None:
@@ -52,6 +56,15 @@ def verdict(run: str, kept: bool = False) -> dict[str, Any]:
     judged = {name: failure[name] for name in ("kind", "target", "step", "evidence")}
     told = {**judged, "why": evidence["why"], "at_s": evidence["at_s"]}
     return {"run": run, "generation": evidence["generation"], "failure": told, **found}
+
+
+def _holding(run: str) -> list[int]:
+    """Numbers of the breakpoints that hold a run; none where it has just gone on, or another tool does."""
+    try:
+        return sorted({hit["number"] for hit in breakpoints.listed(run)["hits"]})
+    except PicotronError as error:
+        log.debug("what holds run %s is not known: %s", run, error)
+        return []
 
 
 def read_ranks(entries: Sequence[Mapping[str, Any]]) -> list[RankRecord]:

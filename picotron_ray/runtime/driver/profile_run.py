@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ from picotron_ray.coordinator.policies.bottleneck import bottlenecks
 from picotron_ray.debug.clock_offsets import clock_offsets
 from picotron_ray.debug.merged_trace import RankTrace, merged
 from picotron_ray.debug.profile_report import device_shares, longest, mean_row
+from picotron_ray.debug.rank_record import named
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver import recordings
-from picotron_ray.runtime.driver.measured_gains import Gains, advice
+from picotron_ray.runtime.driver.measured_gains import NOT_MEASURED, Gains, advice
 from picotron_ray.runtime.driver.tool_orders import Answers, RunTools
 
 MOST_RANKS = 16
 """Ranks of one profile, whose traces are merged in this process's memory."""
-MERGED = "trace.json.gz"
+MERGED, SUMMARY = "trace.json.gz", "summary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ def profile(run: str, options: ProfileOptions, say: recordings.Say) -> dict[str,
         ConfigError: the run, its state, a rank, the window or a folder does not allow it.
     """
     recordings.check_window(options.wait, options.warmup, options.active)
+    there = next((file for name in (MERGED, SUMMARY) if os.path.exists(file := options.to / name)), None)
+    if there is not None:
+        raise ConfigError(f"--to: {there} is there already, of an earlier profile; name another folder")
     with recordings.results_in("--to", options.to) as folder:
         return _profiled(run, options, folder, say)
 
@@ -67,9 +72,12 @@ def _profiled(run: str, options: ProfileOptions, folder: Path, say: recordings.S
         files = _fetched(tools, answers, folder)
     finally:
         recordings.drop(tools, ranks, key)
-    found = _summary(tools, answers, files, folder)
-    found["suggestions"] = advice(found["bottlenecks"], gains)
-    (folder / "summary.json").write_text(json.dumps(found, indent=1))
+    try:
+        found = _summary(tools, answers, files, folder)
+        found["suggestions"] = advice(found["bottlenecks"], gains)
+        (folder / SUMMARY).write_text(json.dumps(found, indent=1))
+    except OSError as error:
+        raise ConfigError(f"--to: {folder} cannot be written: {error.strerror or error}") from error
     return found
 
 
@@ -177,12 +185,15 @@ def _figures(tools: RunTools, ranks: Sequence[Mapping[str, Any]]) -> tuple[RunFi
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """Say a summary."""
+    first, last = found["steps"][0], found["steps"][-1]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     text = [
-        f"trace of ranks {', '.join(found['ranks'])}, steps {found['steps'][0]} to {found['steps'][-1]}:"
-        f" {found['trace']} (open it at ui.perfetto.dev, or in chrome://tracing)",
-        f"clocks of the ranks agree within {1e6 * found['clocks_within_s']:.0f} microseconds",
-        f"TensorBoard: {found['tensorboard']}",
+        f"trace of {named([int(rank) for rank in found['ranks']])}, {steps}:"
+        f" {found['trace']} (open it at ui.perfetto.dev, or in chrome://tracing)"
     ]
+    if len(found["ranks"]) > 1:
+        text.append(f"clocks of the ranks agree within {1e6 * found['clocks_within_s']:.0f} microseconds")
+    text.append(f"TensorBoard: {found['tensorboard']}")
     for rank, one in found["ranks"].items():
         shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in one.get("share", {}).items())
         text.append(
@@ -198,5 +209,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             text.append("  memory: " + ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in sizes))
     text.append(f"bottlenecks, by {found['bottlenecks_from']}:" + ("" if found["bottlenecks"] else " none"))
     text += [f"  {one['bottleneck']}: {one['text']}" for one in found["bottlenecks"]]
-    text += [f"  try {one['change']}: {one['gain']}" for one in found["suggestions"]]
-    return text
+    return [*text, *_suggestion_lines(found["suggestions"])]
+
+
+def _suggestion_lines(suggestions: Sequence[Mapping[str, Any]]) -> list[str]:
+    measured = [f"  try {one['change']}: {one['gain']}" for one in suggestions if one["ratio"] is not None]
+    others = ", ".join(one["change"] for one in suggestions if one["ratio"] is None)
+    return [*measured, *([f"  try {others} ({NOT_MEASURED})"] if others else [])]

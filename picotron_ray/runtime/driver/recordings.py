@@ -20,16 +20,27 @@ POLL_S = 0.5
 SILENCE_S = 300.0
 """Time without a change of any rank's state after which a recording is given up."""
 MOST_STEPS = 1000
+WORDS = {
+    "armed": "waits for the next step to begin",
+    "running": "records, once the steps to wait and to warm up have passed",
+    "stopped": "has its steps, and all ranks stay while it is written",
+    "saving": "writes",
+    "done": "is done",
+}
+"""Words for the states of a recording."""
 Say = Callable[[str], None]
 
 
-def check_window(wait: int, warmup: int, active: int) -> None:
+def check_window(wait: int, warmup: int, active: int, recorded: str = "active") -> None:
     """Refuse a window that records nothing.
+
+    Args:
+        recorded: the option that the command names its recorded steps by.
 
     Raises:
         ConfigError: it does.
     """
-    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), (recorded, active, 1)):
         if not least <= value <= MOST_STEPS:
             raise ConfigError(f"--{name}: saw {value}, expected from {least} to {MOST_STEPS} steps")
 
@@ -110,13 +121,18 @@ def record(
 
 def _finished(tools: RunTools, ranks: Sequence[int], key: str, say: Say) -> Answers:
     before: dict[int, Any] = {}
-    changed_s = time.monotonic()
+    changed_s, told = time.monotonic(), ""
     while time.monotonic() - changed_s < SILENCE_S:
         found = tools.to_all(ranks, {"what": "state", "key": key})
         states = {rank: (one.get("state", "none"), len(one.get("steps", ()))) for rank, one in found.items()}
         if states != before:
             before, changed_s = states, time.monotonic()
-            say(", ".join(f"rank {rank}: {state}" for rank, (state, _) in list(states.items())[:8]))
+        said = ", ".join(
+            f"rank {rank} {WORDS.get(state, state)}" for rank, (state, _) in [*states.items()][:8]
+        )
+        if said != told:
+            say(said)
+            told = said
         for rank, one in found.items():
             if one.get("state", "none") in ("failed", "none"):
                 raise ConfigError(f"rank {rank}: {one.get('text') or one.get('refused')}")

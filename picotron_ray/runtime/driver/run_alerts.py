@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.alerts.detectors import UNUSUAL
 from picotron_ray.observability.alerts.rules import BY_NAME, rules_of
+from picotron_ray.observability.report.page import duration
 from picotron_ray.runtime.driver.run_connection import connect_to_run
 
 ANSWER_S = 20.0
@@ -99,5 +101,14 @@ def alert_lines(found: dict[str, Any], every: bool) -> Iterator[str]:
         lasted_s = each["at_s"] - each["since_s"]
         yield f"over: {each['rule']}, {each['where']}, lasted {lasted_s:.0f} s: {each['said']}"
     for each in found["silences"]:
-        until = "the run's end" if each["until_s"] is None else f"{each['until_s'] - now:.0f} s from now"
-        yield f"silenced: {each['rule']} until {until}{': ' + each['why'] if each['why'] else ''}"
+        why = f": {each['why']}" if each["why"] else ""
+        yield f"silenced: {each['rule']} {_until(each['until_s'], now)}{why}"
+
+
+def _until(until_s: float | None, now_s: float) -> str:
+    """Say how much longer a silence lasts."""
+    if until_s is None:
+        return "until the run's end"
+    left_s = max(0.0, until_s - now_s)
+    at = datetime.fromtimestamp(until_s, UTC).strftime("%H:%M" if left_s < 86_400 else "%Y-%m-%d %H:%M")
+    return f"for {duration(int(left_s))} more (until {at} UTC)"

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from picotron_ray.config.schema.service import RUN_NAME
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, NotRunningError
 from picotron_ray.runtime.driver import follow_run, launch_mark
 from picotron_ray.runtime.ray_cluster import connect, local_ray
 from picotron_ray.runtime.ray_cluster.local_ray import LocalRay
@@ -26,7 +26,7 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
     """Connect to the Ray of a run and find its coordinator.
 
     Raises:
-        ConfigError: no run of that name goes on there.
+        NotRunningError: no run of that name goes on there.
         ClusterError: no Ray answers.
     """
     refuse_no_name(run)
@@ -47,7 +47,9 @@ def connect_to_run(run: str) -> tuple[Any, LocalRay | None]:
         return coordinator, found
     if launch_mark.launcher(run) is not None:
         raise ConfigError(f"run: {run!r} is being launched and has no coordinator yet; ask again in a while")
-    raise ConfigError(f"run: saw {run!r}, which does not run on {where}")
+    error = NotRunningError(f"run: saw {run!r}, which does not run on {where}")
+    error.run = "" if found is not None and found.alive else run
+    raise error
 
 
 def lives(run: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.storage.run_names import run_names
 from picotron_ray.config.export import flatten
-from picotron_ray.config.schema.service import StorageConfig
+from picotron_ray.config.schema.service import RUN_NAME, StorageConfig
 from picotron_ray.config.storage_urls import redact, url_problems
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.observability.report.page import duration
@@ -27,6 +29,8 @@ FIGURES = ("goodput", "wall_s", "step", "loss", "eval_loss")
 
 def list_runs(url: str) -> list[dict[str, Any]]:
     """Return a row for each run below a URL: ``name, state, step, steps, loss, goodput, updated_s``.
+
+    A URL that is a run's own gives the row of that run.
 
     ``updated_s`` is its newest sign in seconds since the epoch. A run that cannot be read has the state
     "unreadable", and ``problem``.
@@ -44,7 +48,19 @@ def list_runs(url: str) -> list[dict[str, Any]]:
         raise ConfigError(f"URL: {error}; expected a folder of runs, or s3://bucket/prefix") from error
     with ThreadPoolExecutor(THREADS) as threads:
         rows = threads.map(partial(_row, config), names)
-        return [row for row in rows if row is not None]
+        found = [row for row in rows if row is not None]
+    return found or _run_at(url)
+
+
+def _run_at(url: str) -> list[dict[str, Any]]:
+    """Return the row of the run that a URL is the address of; nothing where it is none."""
+    place = url if url.startswith("s3://") else str(Path(url.removeprefix("file://")).expanduser().absolute())
+    above, _, name = place.rstrip("/").rpartition("/")
+    config = StorageConfig(url=above or "/")
+    if not re.fullmatch(RUN_NAME, name) or any(url_problems(config)):
+        return []
+    row = _row(config, name)
+    return [] if row is None else [row]
 
 
 def _row(config: StorageConfig, name: str) -> dict[str, Any] | None:
@@ -88,7 +104,7 @@ def diff_runs(one: str, two: str) -> dict[str, Any]:
     ``config`` and ``environment`` have both values by key, ``figures`` too, ``curves`` the losses at the
     newest common step and where they are furthest apart; null where there is no common step.
     """
-    a, b = find_stored_run(one), find_stored_run(two)
+    a, b = _of_two("first", one), _of_two("second", two)
     accounts = run_account(a), run_account(b)
     return {
         "runs": [a.name, b.name],
@@ -100,6 +116,13 @@ def diff_runs(one: str, two: str) -> dict[str, Any]:
         },
         "curves": _curves(a, b),
     }
+
+
+def _of_two(which: str, word: str) -> StoredRun:
+    try:
+        return find_stored_run(word)
+    except ConfigError as error:
+        raise ConfigError(f"{which} {error}") from error
 
 
 def _differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, list[Any]]:

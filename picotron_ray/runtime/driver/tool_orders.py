@@ -120,7 +120,13 @@ class RunTools:
             )
         return found[node]
 
-    def ranks(self, text: str, default: Sequence[int], option: str = "--ranks") -> tuple[int, ...]:
+    def one_rank(self, text: str, option: str) -> int:
+        """The rank that a person names, where a command takes one alone; ConfigError where it is none."""
+        if not text.strip().isdecimal() or int(text) >= self.world_size:
+            raise ConfigError(f"{option}: saw {text!r}, expected one rank from 0 to {self.world_size - 1}")
+        return int(text)
+
+    def ranks(self, text: str, default: Sequence[int]) -> tuple[int, ...]:
         """Ranks that a person names with commas between them, or ``all``.
 
         Raises:
@@ -134,7 +140,7 @@ class RunTools:
         bad = next((word for word in words if not word.isdigit() or int(word) >= self.world_size), None)
         if bad is not None:
             raise ConfigError(
-                f"{option}: saw {bad!r}, expected ranks from 0 to {self.world_size - 1} with commas between,"
+                f"--ranks: saw {bad!r}, expected ranks from 0 to {self.world_size - 1} with commas between,"
                 " or all"
             )
         return tuple(sorted(set(map(int, words))))

@@ -17,8 +17,9 @@ MOST_ROWS = 20
 WIDE = 150
 """Columns of a terminal from which all phases are shown."""
 WORDS = ("worker", "node", "now", "slow in", "longest")
+PEAK = "peak GiB"
 SLOW_RATIO = 1.2
-"""Own seconds over the median from which a rank is marked."""
+"""Own seconds over the median from which a rank is marked, and is said to be slow in a phase."""
 
 
 def top_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def _row(one: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
         "node": str(page.get("node", ""))[:8],
         "now": page.get("phase", ""),
         "score": one.get("ratio"),
-        "slow_in": one.get("phase") or "",
+        "slow_in": (one.get("phase") or "") if (one.get("ratio") or 0.0) >= SLOW_RATIO else "",
         "step_s": one.get("step_s"),
         "phase_s": {phase: one.get(f"{phase}_s") for phase in STEP_PHASES},
         "utilization_ratio": one.get("utilization_ratio") or None,
@@ -76,7 +77,8 @@ def summary_text(status: dict[str, Any]) -> list[str]:
 def top_view(status: dict[str, Any], width: int = WIDE) -> Group:
     """Return what is shown of a status on so many columns: all phases from `WIDE` on, else the longest."""
     rows = top_rows(status)
-    grid = Table(expand=False, pad_edge=False, box=None)
+    gap = 2 if width >= WIDE else 1
+    grid = Table(expand=False, pad_edge=False, box=None, padding=(0, gap, 0, 0))
     cells = [(_cells if width >= WIDE else _few_cells)(row) for row in rows]
     for head in cells[0] if cells else ():
         grid.add_column(head, justify="left" if head in WORDS else "right", no_wrap=True)
@@ -91,7 +93,7 @@ def top_view(status: dict[str, Any], width: int = WIDE) -> Group:
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Texts of a rank by the head of their column."""
     peak = row["peak_bytes"]
-    memory = "-" if peak is None else f"{peak / 2**30:.2f} GiB"
+    memory = "-" if peak is None else f"{peak / 2**30:.2f}"
     share = "" if row["memory_ratio"] is None else f" {row['memory_ratio']:.0%}"
     return {
         "rank": str(row["rank"]),
@@ -103,7 +105,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "step s": number(row["step_s"], ".3f"),
         **{phase: number(row["phase_s"][phase], ".3f") for phase in STEP_PHASES},
         "busy": number(row["utilization_ratio"], ".0%"),
-        "peak": memory + share,
+        PEAK: memory + share,
     }
 
 
@@ -112,6 +114,6 @@ def _few_cells(row: dict[str, Any]) -> dict[str, str]:
     cells = _cells(row)
     seconds = {phase: taken for phase, taken in row["phase_s"].items() if taken is not None}
     longest = max(seconds, key=lambda phase: seconds[phase], default=None)
-    shown = {head: text for head, text in cells.items() if head not in (*STEP_PHASES, "node", "busy", "peak")}
+    shown = {head: text for head, text in cells.items() if head not in (*STEP_PHASES, "node", "busy", PEAK)}
     shown["longest"] = "-" if longest is None else f"{longest} {seconds[longest]:.3f}"
-    return {**shown, "busy": cells["busy"], "peak": cells["peak"]}
+    return {**shown, "busy": cells["busy"], PEAK: cells[PEAK]}

@@ -104,7 +104,7 @@ def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]
         "rank": page.rank,
         "pid": page.pid,
         "phase": page.phase,
-        "for_s": round(now_s - page.phase_since_s, 3),
+        "for_s": round(_stands_s(page, now_s), 3),
         "step": page.step,
         "step_s": page.step_time_s,
         "state": asked.state,
@@ -113,6 +113,13 @@ def _entry(asked: _AskedWorker, now_s: float, most_bytes: int) -> dict[str, Any]
         "stacks": stacks or f"no answer in {ANSWER_S:g} s",
         "collectives": newest_entries(_read(asked.collectives, 0, ANSWER_BYTES), most_bytes),
     }
+
+
+def _stands_s(page: PageView, now_s: float) -> float:
+    """Seconds in the phase; of a hold, which is entered anew all the time, those since the step's end."""
+    if page.phase == "hold" and page.step_at_s:
+        return max(0.0, time.time() - page.step_at_s)
+    return now_s - page.phase_since_s
 
 
 def newest_entries(text: str, most_bytes: int) -> str:

@@ -54,6 +54,14 @@ def ledger_folder(node_folder: Path) -> Path:
     return event_folder(node_folder.parent.name).with_name("ledger") / node_folder.name
 
 
+def runs_coordinated_here() -> list[str]:
+    """Names of the runs of which this machine's user has event logs, in their order."""
+    try:
+        return sorted(folder.parent.name for folder in event_folder("").parent.glob("*/events"))
+    except OSError:
+        return []
+
+
 def event_folder(run: str) -> Path:
     """Folder of the event logs that replay, kept by a run's coordinator."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")

@@ -160,6 +160,7 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
         {"what": "inspect", "scope": "local", "name": "grad_norm"},
         {"what": "inspect", "scope": "local", "name": "grad_nrm"},
         {"what": "inspect", "scope": "global", "name": ""},
+        {"what": "inspect", "scope": "model", "name": "nosuch"},
         {"what": "rm", "number": 1},
         {"what": "breaks", "until": {"held": False}},
     ]
@@ -170,7 +171,8 @@ def test_a_line_holds_all_ranks_and_shows_its_values(pool: Pool, tmp_path: Path,
     assert float(first[3]["values"]["grad_norm"]) > 0
     assert first[4]["refused"] == "inspect local: saw 'grad_nrm'; nearest: grad_norm"
     assert "math" in first[5]["values"]
-    assert first[7]["hit"] is None, "its second was over"
+    assert {"embed", "layers", "norm", "exp_avg/"} <= set(first[6]["begin"])
+    assert first[8]["hit"] is None, "its second was over"
 
 
 def test_all_ranks_are_patient_while_a_debugger_is_attached_to_one(pool: Pool, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from picotron_ray.bench.common.output_files import refuse_unwritable
 from picotron_ray.bench.mfu.memory_timeline import as_html, thinned
 from picotron_ray.bench.mfu.result import memory_of
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver.asked_files import refuse_unwritable
 
 pytestmark = pytest.mark.pure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import subprocess
@@ -201,7 +202,9 @@ def test_an_output_that_takes_no_more_is_said_in_one_line() -> None:
     """A log on a full disk, a pipe that nobody reads: forty lines of traceback, or not a word."""
     code = "from picotron_ray.runtime.driver.console import console\n"
     code += "from picotron_ray.launch import reported\n"
-    code += "import time, typer\ndef say():\n  with reported(False):\n    for at in range(100):\n"
+    code += (
+        "import time, typer\ndef say():\n  with reported(False, launches=True):\n    for at in range(100):\n"
+    )
     code += "      console(False).print('x' * 99)\n      time.sleep(0.01)\n"
     code += "typer.run(say)\n"
     python = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
@@ -212,3 +215,31 @@ def test_an_output_that_takes_no_more_is_said_in_one_line() -> None:
         assert done.returncode == 1
         (line,) = done.stderr.splitlines()
         assert line.startswith(wanted.format(why))
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("| true", 141, ""),
+        (
+            ">/dev/full",
+            1,
+            "error: what is printed is not taken (No space left on device); free space, or have it printed"
+            " elsewhere\n",
+        ),
+    ],
+)
+def test_a_command_that_only_looks_ends_quietly_where_nobody_reads(ends: str, code: int, said: str) -> None:
+    """It spoke of a run that was started."""
+    command = f"sleep 0.3; {shlex.quote(sys.executable)} -m picotron_ray.cli plan tiny --gpus 2 --json -"
+    words = ["bash", "-c", f"({command}) {ends}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full", "a file"), BrokenPipeError(errno.EPIPE, "gone")]
+)
+def test_an_error_of_something_else_is_not_taken_for_the_outputs(error: OSError) -> None:
+    with pytest.raises(type(error)), launch.reported(False):
+        raise error

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +103,10 @@ def test_logs(asked: Callable[[str, Any], Asked]) -> None:
     [
         (("--rank", "-1"), "--rank: saw -1, expected the number of a worker"),
         (("--since", "yesterday"), "--since: saw 'yesterday', expected a time ago such as 90s"),
+        (("--since", "2999-01-01"), "--since: saw '2999-01-01', expected a time that has passed; it is"),
         (("--level", "loud"), "--level: saw 'loud', expected one of debug, info, stdout"),
+        (("--level", "warn"), ".*, critical; did you mean warning.$"),
+        (("--level", "worning"), ".*, critical; did you mean warning.$"),
         (("--grep", "(a"), "--grep: saw .*, expected a pattern of RE2: .*missing"),
         (("--grep", "(?=a)"), "--grep: .*RE2: .*invalid perl operator"),
     ],
@@ -276,6 +280,54 @@ def test_catalogue_of_metrics() -> None:
     made = out("metrics", "--grafana")
     assert json.loads(made) == json.loads(out("metrics", "--grafana", "--json")) == dashboard()
     assert made.startswith("{\n")
+
+
+def test_tests_of_rules_need_the_rules(tmp_path: Path) -> None:
+    """A file that was not there, and a page, got 680 lines of tests."""
+    rules, page = tmp_path / "rules.yml", tmp_path / "r.html"
+    page.write_text("<!doctype html><p>x: y")
+    for bad, said in (
+        (rules, "cannot read .*: No such file or directory"),
+        (page, "holds no rules of Prometheus"),
+    ):
+        refused = CliRunner().invoke(cli.app, ["metrics", "--rule-tests", str(bad)])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert re.match(f"error: --rule-tests: .*{said}; `picotron-ray metrics --rules", refused.stderr)
+    made = out("metrics", "--rules")
+    rules.write_text(made.replace("PicotronStraggler", "Mine"))
+    told = CliRunner().invoke(cli.app, ["metrics", "--rule-tests", str(rules)])
+    assert "without the rule PicotronStraggler" in told.stderr
+    rules.write_text(made)
+    assert f"- {rules}\n" in out("metrics", "--rule-tests", str(rules))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("drain", "nr", "x", "--deadline-s", "5m"), "--deadline-s: saw '5m', expected a number"),
+        (("debug", "rm", "nr", "x"), "NUMBER: saw 'x', expected a whole number"),
+        (
+            ("top", "nr", "--interval-s", "0.1"),
+            "--interval-s: saw '0.1', expected greater than or equal to",
+        ),
+        (("debug", "rmm", "nr"), "No such command 'rmm'. Did you mean 'rm'?"),
+        (("drain", "nr"), "Missing argument"),
+    ],
+)
+def test_words_that_cannot_be_read_are_one_line(words: tuple[str, ...], told: str) -> None:
+    """They were told in a frame, with the words of a library."""
+    found = CliRunner().invoke(cli.app, list(words))
+    assert (found.exit_code, found.stdout) == (2, "")
+    [line] = found.stderr.splitlines()
+    assert line.startswith(f"error: {told}")
+    assert line.endswith(" --help`)")
+
+
+def test_no_words_get_the_help() -> None:
+    for words, code in ((["debug"], 2), (["debug", "--help"], 0), (["metrics", "--help"], 0)):
+        found = CliRunner().invoke(cli.app, words)
+        assert (found.exit_code, "error: " in found.output) == (code, False)
+        assert "--help" in found.output
 
 
 def test_what_the_dashboard_printed_before_it_was_a_page() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from picotron_ray.debug.breakpoints import Breakpoint, check_place, line_problem
 from picotron_ray.debug.condition import MOST_LETTERS, BreakCondition
+from picotron_ray.debug.tensor_figures import EDGES, histogram_text
 from picotron_ray.errors import ConfigError
+from picotron_ray.runtime.driver import breakpoints as driver
 
 KNOWN = {"loss": 9.5, "grad_norm": 2.0, "step": 7.0, "rank": 0.0}
 
@@ -83,6 +88,34 @@ def test_a_breakpoint_is_read_back_and_looks_at_its_ranks() -> None:
     for timeout_s in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="--timeout-s"):
             Breakpoint(1, "phase:reduce", timeout_s=timeout_s).check()
+
+
+def test_a_name_that_no_tensor_has_is_told_how_names_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told ``nearest: norm.weight`` alone."""
+    answers = {0: {"tensors": [], "near": ["norm.weight"], "begin": ["embed", "norm", "exp_avg/"]}}
+    answers[1] = {"tensors": [], "near": [], "begin": ["layers", "norm"]}
+    tools: Any = SimpleNamespace(
+        world_size=2, ranks=lambda text, default: tuple(default), all_of=lambda ranks, order: answers
+    )
+    monkeypatch.setattr(driver, "RunTools", lambda run: tools)
+    monkeypatch.setattr(driver, "listed_on", lambda tools: {"hits": []})
+    with pytest.raises(ConfigError) as refused:
+        driver.inspect("night", "model", "nosuch", "", True)
+    assert str(refused.value) == (
+        "inspect model: saw 'nosuch'; nearest: norm.weight; names begin with embed, norm, exp_avg/, layers"
+        " (a moment's is MOMENT/NAME)"
+    )
+
+
+def test_the_page_describes_the_buckets_that_are_printed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "breakpoints.md").read_text()
+    histogram = [0] * (len(EDGES) + 1)
+    for value, count in ((-0.5, 1209), (0.0, 2), (5e-8, 3), (0.5, 1224), (-1e9, 1), (1e9, 1)):
+        histogram[sum(value > edge for edge in EDGES)] = count
+    *said, last = histogram_text(histogram).split(", ")
+    assert (said[0], last) == ("1 to -1e+04", "1 from 1e+04")
+    for words in (*said[1:], "to -1e+04", "from 1e+04"):
+        assert f"`{words}`" in page
 
 
 def test_a_line_that_nothing_runs_names_the_nearest() -> None:

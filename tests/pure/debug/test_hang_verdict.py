@@ -370,6 +370,21 @@ def test_nothing_wrong_is_said() -> None:
     assert line.startswith("nothing wrong: 2 ranks in step 4, 2 collectives of 1 group match")
 
 
+def test_a_run_that_a_breakpoint_holds_is_said_to_be_held_first() -> None:
+    """It said that nothing is wrong, and a breakpoint under ``next`` alone."""
+    told = Told(2)
+    for rank, entry in enumerate(told.entries):
+        entry |= {"phase": "hold", "for_s": 12.0 + rank, "step": 911}
+    plain = told.verdict().plain()
+    first, second, *_ = verdict_lines(plain, "deadlock")
+    assert first == "held by a breakpoint, or a recording that is saved, after step 911, for 12 s"
+    assert second.startswith("nothing wrong: 2 ranks")
+    plain["held"]["breakpoints"] = [1]
+    assert verdict_lines(plain, "comm")[0] == "held by breakpoint 1 after step 911, for 12 s"
+    told.entries[1]["phase"] = "sync"
+    assert told.verdict().plain()["held"] is None
+
+
 def test_operations_of_earlier_generations_and_unknown_groups_are_left_out() -> None:
     told = Told(2)
     told.call(0, "broadcast", age_s=30.0)

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from picotron_ray.debug.profile_report import device_shares, longest, mean_row
 from picotron_ray.debug.tensor_figures import whole_tensors
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
+from picotron_ray.runtime.driver import recordings
 from picotron_ray.runtime.driver.measured_gains import NOT_MEASURED, Gains, advice
-from picotron_ray.runtime.driver.profile_run import ProfileOptions, profile, representative
+from picotron_ray.runtime.driver.profile_run import ProfileOptions, lines, profile, representative
 from picotron_ray.runtime.driver.recordings import check_window, make_folder, results_in
 
 
@@ -163,6 +165,49 @@ def test_a_folder_that_takes_no_files_is_refused_before_anything_else(tmp_path: 
     options = ProfileOptions(1, 1, 1, "", tmp_path / "file" / "below", shapes=False, stacks=False)
     with pytest.raises(ConfigError, match=r"^--to: .* cannot be written: "):
         profile("nobody", options, print)
+
+
+def test_a_profile_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "trace.json.gz").write_bytes(b"the first")
+    options = ProfileOptions(1, 1, 1, "", tmp_path, shapes=False, stacks=False)
+    with pytest.raises(
+        ConfigError, match=r"^--to: .*trace\.json\.gz is there already, of an earlier profile; name"
+    ):
+        profile("nobody", options, print)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"the first"]
+
+
+def test_a_summary_says_each_thing_once() -> None:
+    """Four suggestions had the same hundred characters, and one rank a clock that agrees with itself."""
+    rank = {"device": {}, "memory_by_class": {}}
+    others = [{"change": name, "gain": NOT_MEASURED, "ratio": None} for name in ("micro-batch", "layout")]
+    best = {"change": "kernels.x", "gain": "1.1 times", "ratio": 1.1}
+    found: dict[str, Any] = {
+        "steps": [561], "ranks": {"0": rank}, "trace": "t", "tensorboard": "b", "clocks_within_s": 0.0,
+        "bottlenecks_from": "telemetry", "bottlenecks": [], "suggestions": [best, *others],
+    }  # fmt: skip
+    text = lines(found)
+    assert text[0].startswith("trace of rank 0, step 561: t ")
+    assert not [line for line in text if "clock" in line]
+    assert text[-2:] == ["  try kernels.x: 1.1 times", f"  try micro-batch, layout ({NOT_MEASURED})"]
+    two = {**found, "ranks": {"0": rank, "1": rank}, "steps": [561, 562]}
+    assert lines(two)[0].startswith("trace of ranks 0-1, steps 561 to 562: t ")
+    assert lines(two)[1] == "clocks of the ranks agree within 0 microseconds"
+    assert len(lines({**found, "suggestions": []})) == len(text) - 2
+
+
+def test_what_ranks_wait_for_is_said_once_and_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([("armed", 0), ("running", 0), ("running", 1), ("stopped", 1), ("done", 1)])
+
+    def answer(ranks: object, order: object) -> dict[int, dict[str, Any]]:
+        state, steps = next(states)
+        return {0: {"state": state, "steps": [0] * steps}}
+
+    monkeypatch.setattr(recordings, "POLL_S", 0.0)
+    told: list[str] = []
+    tools: Any = SimpleNamespace(run="night", to_all=answer)
+    recordings._finished(tools, (0,), "key", told.append)
+    assert told == [f"rank 0 {recordings.WORDS[state]}" for state in ("armed", "running", "stopped", "done")]
 
 
 def test_few_ranks_stand_for_all_of_a_large_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.local import LocalStorage
+from picotron_ray.config.schema.service import ElasticConfig
 from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import StorageUnavailableError
 from picotron_ray.runtime.coordinator import evidence
 from picotron_ray.runtime.coordinator.evidence import Evidence
 from picotron_ray.runtime.coordinator.run_record import RunRecord
+from picotron_ray.runtime.heartbeat import Page, read_page
+from picotron_ray.runtime.node_agent import evidence as agent_evidence
 from tests.support.runs.coordinator_world import job
 
 ONE, TWO = GenerationId(1, 1), GenerationId(1, 2)
@@ -93,3 +97,20 @@ def test_evidence_is_bounded(cluster: Cluster) -> None:
 
     cluster.run(add)
     assert len(cluster.kept) == len(list((cluster.folder / "evidence").iterdir())) == evidence.MOST_KEPT
+
+
+def test_a_hold_counts_from_the_steps_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its phase is entered again with each exchange, which renews its limit: it was said to last 0.0 s."""
+    page = Page(tmp_path / "w0.page", ElasticConfig())
+    page.begin(term=1, n=1, rank=0, step=4)
+    page.count_step(0.5)
+    page.phase("hold", 60.0)
+    later_s, now_s = time.time() + 12.0, time.monotonic()
+    seen = read_page(tmp_path / "w0.page")
+    assert seen is not None
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    assert agent_evidence._stands_s(seen, now_s) == pytest.approx(12.0, abs=1.0)
+    page.phase("sync")
+    seen = read_page(tmp_path / "w0.page")
+    assert seen is not None
+    assert agent_evidence._stands_s(seen, now_s + 2.0) == pytest.approx(2.0, abs=1.0)

@@ -153,11 +153,23 @@ def test_report_writes_page_and_account(done: Path, tmp_path: Path) -> None:
     assert json.loads(alone.stdout)["run"] == "done"
 
 
+def test_a_report_that_cannot_be_written_is_one_line_and_exit_2(done: Path) -> None:
+    """It was a traceback."""
+    for option, bad in (("--to", "/proc/x.html"), ("--to", "/dev/full"), ("--json", "/dev/full")):
+        said = CliRunner().invoke(app, ["report", str(done), option, bad])
+        assert said.exit_code == 2, said.output
+        assert said.stderr.startswith(f"error: {option}: cannot write {bad}: ")
+        assert len(said.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["tiny-nothing-here", "--json", "-"], "tiny-nothing-here"),
-        (["{folder}/other", "--json", "-"], "other"),
+        (["tiny-nothing-here", "--json", "-"], "run: saw 'tiny-nothing-here', expected the name of a run"),
+        (["tiny-nothing-here"], "or its config: a YAML file, or a packaged recipe"),
+        (["{folder}/other", "--json", "-"], "other', expected the name of a run, or its address in storage"),
+        (["{folder}x", "--json", "-"], "did you mean '{folder}'?"),
+        (["{folder}/..", "--json", "-"], "; this folder holds runs: done (give {folder}/../done)"),
         (["{folder}"], "--to: saw neither"),
         (["{folder}", "--to", "{folder}/none/r.html"], "expected a file in a folder that exists"),
         (["file://{folder}x", "--to", "{folder}/r.html"], "expected a local folder or s3://"),
@@ -166,7 +178,7 @@ def test_report_writes_page_and_account(done: Path, tmp_path: Path) -> None:
 def test_bad_words_are_one_line_and_exit_2(done: Path, words: list[str], says: str) -> None:
     said = CliRunner().invoke(app, ["report", *(word.format(folder=done) for word in words)])
     assert said.exit_code == 2
-    assert says in said.output
+    assert says.format(folder=done) in said.output
 
 
 def test_a_config_names_its_run(done: Path, tmp_path: Path) -> None:
@@ -197,6 +209,16 @@ def test_all_runs_below_a_folder_are_listed(done: Path, left: Path, tmp_path: Pa
     assert "cut-off" in CliRunner().invoke(app, ["runs", str(tmp_path / "runs")]).output
 
 
+def test_the_address_of_a_run_lists_that_run(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said that no run is in it."""
+    monkeypatch.chdir(done.parent)
+    for word in ("done", "./done/", str(done)):
+        said = CliRunner().invoke(app, ["runs", word, "--json", "-"])
+        assert [row["name"] for row in json.loads(said.stdout)] == ["done"]
+    said = CliRunner().invoke(app, ["runs", "done/log"])
+    assert (said.exit_code, said.output) == (0, "no run is in done/log\n")
+
+
 def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
     config = json.loads((left / "launch.json").read_text())
     config["config"]["seed"] = 7
@@ -217,8 +239,11 @@ def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["{folder}/nowhere"], "does not exist"),
+        (["{folder}/done/run.json"], "run.json is a file; expected a folder of runs"),
+        (["dif", "{folder}/done", "{folder}/done"], "expected one URL, or: diff RUN RUN; did you mean diff?"),
         (["diff", "{folder}"], "expected one URL, or: diff RUN RUN"),
-        (["diff", "{folder}/done", "{folder}/nobody"], "nobody"),
+        (["diff", "{folder}/done", "{folder}/nobody"], "second run: saw '{folder}/nobody', expected the"),
+        (["diff", "nobody", "{folder}/done"], "first run: saw 'nobody', expected the name of a run"),
         (["ftp://host/runs"], "expected a local folder or s3://bucket/prefix"),
         (["s3://user:hidden@bucket/x"], "put credentials into the environment"),
     ],
@@ -226,5 +251,5 @@ def test_two_runs_are_compared(done: Path, left: Path, tmp_path: Path) -> None:
 def test_bad_words_of_runs(done: Path, words: list[str], says: str) -> None:
     said = CliRunner().invoke(app, ["runs", *(word.format(folder=done.parent) for word in words)])
     assert said.exit_code == 2
-    assert says in said.output
+    assert says.format(folder=done.parent) in said.output
     assert "hidden" not in said.output

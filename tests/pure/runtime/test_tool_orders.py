@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from picotron_ray.coordinator.messages import GenerationId
 from picotron_ray.errors import ConfigError
-from picotron_ray.runtime.driver import follow_run, recordings, run_agents
+from picotron_ray.runtime.driver import breakpoints, follow_run, recordings, run_agents
 from picotron_ray.runtime.driver.tool_orders import RunTools
 
 PAGES = {
@@ -58,6 +59,21 @@ def test_a_held_run_is_not_recorded() -> None:
     tools.run, tools.status = "night", {"pages": {"w0": {"phase": "hold"}, "w1": {"phase": "sync"}}}
     with pytest.raises(ConfigError, match=r"'night' is held after its step.*debug continue night` first"):
         recordings.record(tools, (0,), {})
+
+
+@pytest.mark.parametrize("text", ["2", "all", "0,1", "-1", ""])
+def test_where_one_rank_is_taken_no_list_of_them_is_expected(text: str) -> None:
+    tools = RunTools.__new__(RunTools)
+    tools.spec = SimpleNamespace(members=("a", "b"))  # type: ignore[assignment]
+    assert tools.one_rank("1", "--rank") == 1
+    with pytest.raises(ConfigError, match=rf"^--rank: saw '{text}', expected one rank from 0 to 1$"):
+        tools.one_rank(text, "--rank")
+
+
+def test_a_trace_of_no_steps_is_refused_by_its_own_option(tmp_path: Path) -> None:
+    """It has no --active."""
+    with pytest.raises(ConfigError, match=r"^--steps: saw 0, expected from 1 to 1000 steps$"):
+        breakpoints.trace("night", "call", 0, "", tmp_path, print)
 
 
 def test_of_a_paused_run_it_is_said_what_ends_that() -> None:

@@ -56,9 +56,28 @@ def test_of_a_thousand_ranks_the_slowest_are_shown_and_a_summary() -> None:
 
 def test_on_a_narrow_terminal_a_rank_has_its_longest_phase() -> None:
     line = next(line for line in shown(status_of(4, slow=2), 80).splitlines() if "w2" in line)
-    words = ["2", "w2", "2.80", "forward", "2.000", "forward", "1.400", "50%", "3.00", "GiB", "75%"]
+    words = ["2", "w2", "2.80", "forward", "2.000", "forward", "1.400", "50%", "3.00", "75%"]
     assert line.split() == words
     assert len(line.rstrip()) <= 80
+
+
+def test_on_eighty_columns_nothing_is_cut() -> None:
+    """The memory was: ``0.59 GiB …``."""
+    status = status_of(16, slow=12)
+    for page in status["pages"].values():
+        page["phase"] = "optimizer"
+    text = shown(status, 80)
+    assert "…" not in text
+    assert text.count("3.00 75%") == 16
+
+
+def test_a_rank_that_is_not_slow_is_slow_in_nothing() -> None:
+    """One of score 1.00 was said to be slow in forward."""
+    rows = top_rows(status_of(4, slow=2))
+    assert [row["slow_in"] for row in rows] == ["forward", "", "", ""]
+    status = status_of(2, None)
+    status["telemetry"]["slow_ranks"][0] |= {"phase": "forward", "ratio": 1.0}
+    assert top_rows(status)[0]["slow_in"] == ""
 
 
 def test_without_a_round_ranks_are_shown_by_their_heartbeats() -> None:

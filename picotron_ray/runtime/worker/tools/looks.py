@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from picotron_ray.debug.tensor_figures import top_names
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.worker.tools.values import named_values, shown, state_figures, state_names
 from picotron_ray.train.engine import Engine
@@ -34,9 +35,11 @@ def look(order: Mapping[str, Any], engine: Engine, hit: Mapping[str, Any] | None
 def _model(engine: Engine, name: str) -> dict[str, Any]:
     state = engine.state()
     found = state_figures(state, name)
+    names = [] if found else state_names(state)
     return {
         "tensors": found,
-        "near": [] if found else difflib.get_close_matches(name, state_names(state), 1, 0.0),
+        "near": difflib.get_close_matches(name, names, 1, 0.0),
+        "begin": top_names(names),
     }
 
 

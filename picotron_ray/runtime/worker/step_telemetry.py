@@ -1,7 +1,8 @@
 """Telemetry of a worker's steps: its clock, its memory and what it sends, written to its telemetry page.
 
 Reading memory costs more than a step may pay for, so that the last reading serves many steps: the next one
-comes after at least ``LEAST_S`` and `SHARE` of its own cost.
+comes after at least ``LEAST_S`` and `SHARE` of its own cost: of the processor, as a busy machine stretches its
+seconds, and a leak is to be seen on such a one too.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class DeviceMemory:
         """Return the newest figures, of the last steps."""
         now = time.perf_counter()
         if now >= self._next_s:
+            began = time.thread_time()
             self._newest = self._read(now)
-            self._next_s = now + max(LEAST_S, SHARE * (time.perf_counter() - now))
+            self._next_s = now + max(LEAST_S, SHARE * (time.thread_time() - began))
         return self._newest
 
     def _read(self, now: float) -> MemoryFigures:
@@ -75,8 +77,9 @@ class DeviceMemory:
             allocated, reserved, peak = _resident_bytes()
             return MemoryFigures(allocated, reserved, peak, max(0, self._total - reserved), self._total)
         if now >= self._blocks_s:
+            began = time.thread_time()
             self._largest_free = _largest_free(self._device)
-            self._blocks_s = now + max(BLOCKS_S, SHARE * (time.perf_counter() - now))
+            self._blocks_s = now + max(BLOCKS_S, SHARE * (time.thread_time() - began))
         return MemoryFigures(*_cuda_bytes(self._device), self._largest_free, self._total)
 
 

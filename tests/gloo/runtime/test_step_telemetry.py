@@ -77,18 +77,24 @@ def test_memory_of_a_cpu_worker_is_its_resident_set() -> None:
     assert grown.allocated > before.allocated + 2**27, held.shape
 
 
-def test_memory_is_read_no_more_often_than_its_cost_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, reads = [100.0], []
+@pytest.mark.parametrize("busy_s", [0.0, 8.0])
+def test_memory_is_read_no_more_often_than_its_cost_allows(
+    monkeypatch: pytest.MonkeyPatch, busy_s: float
+) -> None:
+    """Its cost is the processor's: on a busy machine it stood still for ten seconds, and hid a leak."""
+    clock, used, reads = [100.0], [0.0], []
 
     def read(memory: DeviceMemory, now: float) -> MemoryFigures:
         reads.append(now)
-        clock[0] += 0.01  # it took 10 ms
+        clock[0] += 0.01 + busy_s
+        used[0] += 0.01  # it took 10 ms
         return NO_MEMORY
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module.time, "thread_time", lambda: used[0])
     monkeypatch.setattr(DeviceMemory, "_read", read)
     memory = DeviceMemory(CPU, 1)
-    for _ in range(250):
+    while clock[0] < 125.0:
         memory()
         clock[0] += 0.1
     assert reads == pytest.approx([100.0, 110.01, 120.02], abs=0.2), "0.1 % of the time"

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -150,13 +150,14 @@ class Engine:
 
     # --- a step --------------------------------------------------------------------------------------
 
-    def gradients_of(self, batch: StepBatch, on_phase: OnPhase = silent) -> tuple[float, float]:
+    def gradients_of(self, batch: StepBatch, on_phase: OnPhase = silent) -> tuple[Tensor, Tensor]:
         """Compute the gradients of a batch, ready for `optimizer_step`.
 
         fp16 computes the batch again, with a smaller loss scale, where its gradients overflow.
 
         Returns:
-            The loss sum of `forward_backward` and the norm of `clip`.
+            The loss sum of `forward_backward` and the norm of `clip`. The host does not wait for them:
+            whoever reads them does (`step_sync.exchange`). fp16 waits for the norm.
         """
         self._scaling.begin()
         while True:
@@ -166,12 +167,13 @@ class Engine:
             if self._scaling.fits(norm):
                 return loss, norm
 
-    def forward_backward(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
+    def forward_backward(self, batch: StepBatch, on_phase: OnPhase = silent) -> Tensor:
         """Accumulate the gradient of all micro-batches of this replica.
 
         Returns:
-            This rank's sum of weighted token losses in nats. It is 0.0 on ranks that do not own the loss (all
-            but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
+            This rank's sum of weighted token losses in nats, fp64 scalar on the device. It is 0 on ranks that
+            do not own the loss (all but tp rank 0 of the last stage), so that a sum over all ranks is the
+            batch's.
         """
         scale = self._scaling.scale / batch.global_tokens
         self._mesh.begin_step()
@@ -180,7 +182,7 @@ class Engine:
         self._balance.begin(scale)
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
-        return float(total) if self._owns_loss else 0.0
+        return total.double() if self._owns_loss else total.new_zeros((), dtype=torch.float64)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return a group of the mesh by name (`Mesh.group`)."""
@@ -193,14 +195,13 @@ class Engine:
         self._scaling.unscale_(self._gradients.values)
         self._balance.reduce()
 
-    def clip(self, on_phase: OnPhase = silent) -> float:
-        """Clip to ``optimizer.clip_norm``; return the global norm before clipping."""
+    def clip(self, on_phase: OnPhase = silent) -> Tensor:
+        """Clip to ``optimizer.clip_norm``; return the global norm before clipping, fp64 on the device."""
         on_phase("clip")
         gradients = self._gradients.values
         norm = global_norm(gradients, self._counted, self.layout, self.device, self._waits)
         self._adaptation.observe(gradients)
-        if math.isfinite(norm):
-            clip_(gradients, norm, self._clip_norm)
+        clip_(gradients, norm, self._clip_norm)
         return norm
 
     def _waits(self, waits: bool) -> None:
@@ -245,21 +246,21 @@ class Engine:
 
     # --- beside a step -------------------------------------------------------------------------------
 
-    def expert_loads(self) -> Mapping[int, ExpertLoad]:
-        """Return the use of this stage's experts in the step that was reduced last, by layer number."""
-        return self._balance.loads()
+    def expert_load(self) -> ExpertLoad:
+        """Return the use of this stage's experts in the step that was reduced last."""
+        return self._balance.load()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[StepBatch]) -> tuple[float, int]:
         """Return this rank's sum of token losses and number of tokens; (0.0, 0) where it owns no loss."""
-        total, tokens_seen = 0.0, 0
+        total, tokens_seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for batch in batches:
             for loss in self._passes.losses(batch):
                 total += loss
             tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
         for model in self._models.values():
             free_gathered_weights(model)
-        return (total, tokens_seen) if self._owns_loss else (0.0, 0)
+        return (float(total), tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:
         """Decide which parts compute in low precision, by held-out batches; all ranks together.

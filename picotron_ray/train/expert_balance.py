@@ -18,15 +18,16 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Load of one layer's experts in a step, over the global batch.
+    """Load of experts in a step, over the global batch; nothing is read by the host.
 
     Fields:
-        shares: assignments of each expert / the mean over the experts.
-        dropped: assignments over capacity. They reach no expert.
+        imbalance: assignments of the most used expert of any layer here / the mean over its layer's experts,
+            fp64 scalar; 0.0 where there are no experts.
+        dropped: assignments over capacity in all layers here, fp64 scalar. They reach no expert.
     """
 
-    shares: tuple[float, ...]
-    dropped: int
+    imbalance: Tensor | float = 0.0
+    dropped: Tensor | float = 0.0
 
 
 class ExpertBalance:
@@ -35,13 +36,17 @@ class ExpertBalance:
     Args:
         mixtures: layer number and module.
         group: ranks that feed other tokens to the same layers. None: there are none.
+
+    Fields:
+        per_layer: ``[layers, experts + 1]`` fp64 of the step that `reduce` ended: assignments of each expert
+            over the global batch, and last those over capacity. None: there are no mixtures.
     """
 
     def __init__(
         self, mixtures: Sequence[tuple[int, MixtureOfExperts]], group: dist.ProcessGroup | None
     ) -> None:
         self._mixtures, self._group = list(mixtures), group
-        self._loads: list[Tensor] = []
+        self.per_layer: Tensor | None = None
 
     def begin(self, scale: float) -> None:
         """Begin a step. ``scale``: gradient of the auxiliary losses."""
@@ -56,23 +61,23 @@ class ExpertBalance:
         loads = torch.stack([load for load in found if load is not None])
         if self._group is not None:
             dist.all_reduce(loads, group=self._group)
-        self._loads = list(loads)
+        self.per_layer = loads
 
     @torch.no_grad()
     def step(self) -> None:
         """Move every bias against its expert's load."""
-        for (_, mixture), load in zip(self._mixtures, self._loads, strict=True):
+        for number, (_, mixture) in enumerate(self._mixtures):
             router = mixture.router
             if router.bias is not None:
-                used = load[:-1]
+                assert self.per_layer is not None, "a step is reduced before its update"
+                used = self.per_layer[number, :-1]
                 router.bias.add_(
                     (used.mean() - used).sign().to(router.bias.dtype), alpha=router.config.bias_rate
                 )
 
-    def loads(self) -> dict[int, ExpertLoad]:
-        """Return the loads of the step that `reduce` ended, by layer number."""
-        found = {}
-        for (layer, _), load in zip(self._mixtures, self._loads, strict=True):
-            shares = load[:-1] / load[:-1].mean()
-            found[layer] = ExpertLoad(tuple(shares.tolist()), int(load[-1]))
-        return found
+    def load(self) -> ExpertLoad:
+        """Return the load of the step that `reduce` ended."""
+        if self.per_layer is None:
+            return ExpertLoad()
+        used = self.per_layer[:, :-1]
+        return ExpertLoad((used.amax(dim=1) / used.mean(dim=1)).amax(), self.per_layer[:, -1].sum())

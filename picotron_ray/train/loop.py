@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
@@ -237,9 +238,9 @@ class Loop:
         self.tail.add(step, json.dumps(line, separators=(",", ":")))
         self.page.put(clean=step, step=step)
 
-    def _contribution(self, step: int, batch: StepBatch, loss_sum: float, grad_norm: float) -> Contribution:
+    def _contribution(self, step: int, batch: StepBatch, loss_sum: Tensor, grad_norm: Tensor) -> Contribution:
         """Collect what this rank tells the others at the end of a step."""
-        loads = self.engine.expert_loads().values()
+        load = self.engine.expert_load()
         return Contribution(
             loss_sum=loss_sum,
             grad_norm=grad_norm,
@@ -249,8 +250,8 @@ class Loop:
             snapshot_cost_s=self.snapshots.cost_s,
             step_time_s=self._step_time_s,
             sealed=self.snapshots.sealed_step,
-            imbalance=max((max(load.shares) for load in loads), default=0.0),
-            dropped=sum(load.dropped for load in loads),
+            imbalance=load.imbalance,
+            dropped=load.dropped,
             at_s=time.time(),
             costs=self.engine.comm_costs(),
             step=step,

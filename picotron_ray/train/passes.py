@@ -51,7 +51,7 @@ class Passes(Protocol):
         """
         ...
 
-    def losses(self, batch: StepBatch) -> Iterator[float]:
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield loss sums of forward passes alone."""
         ...
 
@@ -103,10 +103,10 @@ class LoopPasses:
             sums.append(loss.detach())
         return torch.stack(sums).sum()
 
-    def losses(self, batch: StepBatch) -> Iterator[float]:
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield one loss sum per micro-batch."""
         for micro_batch in self._batcher.micro_batches(batch):
-            yield float(self.compute.forward(micro_batch))
+            yield self.compute.forward(micro_batch)
 
     def watch(self, on_action: OnAction) -> None:
         """Do nothing: there are no stages."""
@@ -134,10 +134,10 @@ class GraphPasses:
             self._gradients.clear(len(micro_batches))
         return torch.stack([self._graph.replay(micro_batch, scale) for micro_batch in micro_batches]).sum()
 
-    def losses(self, batch: StepBatch) -> Iterator[float]:
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield one loss sum per micro-batch."""
         for micro_batch in self._batcher.micro_batches(batch):
-            yield float(self.compute.forward(micro_batch))
+            yield self.compute.forward(micro_batch)
 
     def watch(self, on_action: OnAction) -> None:
         """Do nothing: there are no stages."""
@@ -160,9 +160,9 @@ class PipelinePasses:
         """Run the schedule."""
         return self.pipeline.step(*self._batcher.whole(batch), scale)
 
-    def losses(self, batch: StepBatch) -> Iterator[float]:
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield the loss sum of all micro-batches."""
-        yield float(self.pipeline.evaluate(self._batcher.micro_batches(batch)))
+        yield self.pipeline.evaluate(self._batcher.micro_batches(batch))
 
     def watch(self, on_action: OnAction) -> None:
         """Let ``on_action`` hear what the stages do."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from picotron_ray.comm.renamed import all_gather_single
 from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
@@ -58,7 +59,7 @@ RECORD = np.dtype(
         ("step_time_s", "<f8"),
         ("sealed", "<i8"),
         ("imbalance", "<f8"),
-        ("dropped", "<i8"),
+        ("dropped", "<f8"),
         ("at_s", "<f8"),
         ("costs", "<f8", (len(THINGS), 2)),
         ("step", "<i8"),
@@ -71,6 +72,8 @@ RECORD = np.dtype(
 class Contribution:
     """Numbers of one rank: loss sum (nats) over its tokens, rows fed, and local measurements.
 
+    Numbers that are tensors lie on the device, where the host does not look before the exchange.
+
     Fields:
         imbalance: load of the most used expert of its layers / the mean; 0 without experts.
         dropped: assignments of tokens over the capacity of experts in its layers.
@@ -79,24 +82,25 @@ class Contribution:
         step: the one that the exchange is of.
     """
 
-    loss_sum: float
-    grad_norm: float
+    loss_sum: float | Tensor
+    grad_norm: float | Tensor
     rows: tuple[int, int] = (0, 0)
     flags: int = 0
     digest: bytes = bytes(16)
     snapshot_cost_s: float = 0.0
     step_time_s: float = 0.0
     sealed: int = -1
-    imbalance: float = 0.0
-    dropped: int = 0
+    imbalance: float | Tensor = 0.0
+    dropped: float | Tensor = 0.0
     at_s: float = 0.0
     costs: tuple[Cost, ...] = NO_COSTS
     step: int = 0
 
     @property
     def record(self) -> np.ndarray:
-        """The contribution as an array of one `RECORD`."""
-        numbers = [getattr(self, name) for name in RECORD.names or ()]
+        """The contribution as an array of one `RECORD`, with 0 for what lies on the device."""
+        values = [getattr(self, name) for name in RECORD.names or ()]
+        numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
         numbers[4] = np.frombuffer(self.digest, np.uint8)
         return np.array([tuple(numbers)], RECORD)
 
@@ -129,17 +133,25 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
     """
     packed = mine.record.tobytes()
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
+    for name, field in (RECORD.fields or {}).items():
+        if isinstance(value := getattr(mine, name), Tensor):
+            local.view(torch.float64).narrow(0, field[1] // 8, 1).copy_(value)
     gathered = local
     if layout.world_size > 1:
         gathered = local.new_full((layout.world_size * local.numel(),), NOWHERE)
         SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
         all_gather_single(gathered, local, group=group)
-    table = np.frombuffer(gathered.cpu().numpy().tobytes(), RECORD)
+    table = np.frombuffer(to_host(gathered).numpy().tobytes(), RECORD)
     if (table["step"] != mine.step).any():
         rank = int((table["step"] != mine.step).argmax())
         seen = int(table["step"][rank])
         raise PeerLostError(f"the exchange of step {mine.step} has rank {rank}'s numbers of step {seen}")
     return agree(table, layout)
+
+
+def to_host(numbers: Tensor) -> Tensor:
+    """Wait for what all ranks have told: the one time that the host waits for the device in a step."""
+    return numbers.cpu()
 
 
 def agree(table: np.ndarray, layout: Layout) -> Agreement:

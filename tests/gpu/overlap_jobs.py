@@ -26,7 +26,7 @@ def trained(job: Job, config: JobConfig, layout: Layout) -> Found:
     engine.initialise(config.seed)
     losses, gradients = [], {}
     for step in range(1, 4):
-        losses.append(engine.gradients_of(batch(config, layout, 0, step))[0])
+        losses.append(float(engine.gradients_of(batch(config, layout, 0, step))[0]))
         if step == 1:
             gradients = {entry.shard.name: entry.tensor.cpu().numpy() for entry in engine.gradients()}
         engine.optimizer_step(0.01)

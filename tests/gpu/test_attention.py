@@ -180,7 +180,7 @@ def trained(precision: str, window: int | None, recompute: str, **kernels: Any) 
     for step in range(3):
         tokens = np.random.default_rng(step).integers(0, 24, (2, 2, length + 1))
         feed = StepBatch(1, tokens, np.ones((2, 2)), global_tokens=4 * length, rows=(0, 4), digest=bytes(16))
-        losses.append(engine.gradients_of(feed)[0])
+        losses.append(float(engine.gradients_of(feed)[0]))
         if not step:
             first = torch.cat([entry.tensor.double().flatten() for entry in engine.gradients()])
         engine.optimizer_step(0.01)

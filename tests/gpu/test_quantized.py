@@ -75,7 +75,7 @@ def test_training_and_memory() -> None:
         engine.initialise(0)
         found = []
         for step in range(1, 6):
-            found.append(engine.gradients_of(batch(job, layout, 0, step))[0])
+            found.append(float(engine.gradients_of(batch(job, layout, 0, step))[0]))
             engine.optimizer_step(1e-3)
         losses[moments, device.type] = found
         held[moments, device.type] = torch.cuda.memory_allocated() - before

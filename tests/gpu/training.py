@@ -18,7 +18,7 @@ def trained(config: JobConfig, layout: Layout) -> tuple[Engine, list[float]]:
     engine.initialise(0)
     losses = []
     for step in range(1, 5):
-        losses.append(engine.gradients_of(batch(config, layout, 0, step))[0])
+        losses.append(float(engine.gradients_of(batch(config, layout, 0, step))[0]))
         engine.optimizer_step(0.01)
         engine.evaluate([batch(config, layout, 0, 99)])
     torch.cuda.synchronize()

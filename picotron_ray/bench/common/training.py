@@ -39,7 +39,7 @@ class EngineTraining:
         self._engine = engine
         engine.initialise(engine.job.seed)
 
-    def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> float:
+    def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> Tensor:
         engine = self._engine
         loss, _ = engine.gradients_of(batch, on_phase)
         on_phase("optimizer")

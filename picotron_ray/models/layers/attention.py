@@ -109,9 +109,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         q, k, v = (self.wq(x), self.wk(x), self.wv(x)) if self.fused_linear is None else self.fused_linear(x)
-        q = rotate(self.normed(q, self.q_norm).transpose(1, 2), self.rope, self.shard)
-        k = rotate(self.normed(k, self.k_norm).transpose(1, 2), self.rope, self.shard)
         v = self.split(v).transpose(1, 2)
+        # norms are in a wider type than products under autocast, and kernels take one type, that of products
+        q = rotate(self.normed(q, self.q_norm).transpose(1, 2), self.rope, self.shard).to(v.dtype)
+        k = rotate(self.normed(k, self.k_norm).transpose(1, 2), self.rope, self.shard).to(v.dtype)
         window = self.window if self.window is not None and self.window < q.size(2) else None
         out = self.kernel(q, k, v, documents, window)
         return self.wo(out.transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Global gradient norm, correct on any mix of meshes.
+"""Global gradient norm, correct on any mix of meshes, and clipping by it without a look from the host.
 
 torch's ``clip_grad_norm_`` fails where gradients live on different meshes (pytorch#180346). Here each box is
 counted by one rank of the world, however it is replicated or cut (``shard_boxes.counts_in_norm``). Each rank
@@ -8,6 +8,7 @@ need no communication, because all ranks hold the same reduced gradients, bit by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,8 +32,8 @@ def global_norm(
     layout: Layout,
     device: torch.device,
     on_wait: Callable[[bool], None] = lambda waits: None,
-) -> float:
-    """Euclidean norm of the whole gradient, the same number on every rank.
+) -> Tensor:
+    """Euclidean norm of the whole gradient, fp64 scalar on the device, the same number on every rank.
 
     Args:
         local: reduced local gradients of this rank.
@@ -40,13 +41,12 @@ def global_norm(
         on_wait: called with True before it waits for other ranks, and with False afterwards.
     """
     if _all_alike(layout):
-        return float(squared_sum(local, device).sqrt())
+        return squared_sum(local, device).sqrt()
     total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
     on_wait(True)
     dist.all_reduce(total)
-    norm = float(total.sqrt())
     on_wait(False)
-    return norm
+    return total.sqrt()
 
 
 def part_norms(
@@ -79,8 +79,14 @@ def _all_alike(layout: Layout) -> bool:
     return layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero
 
 
-def clip_(local: Sequence[Tensor], norm: float, largest: float) -> None:
-    """Scale the gradients so that their global norm is at most ``largest`` (as torch: eps 1e-6)."""
-    scale = largest / (norm + 1e-6)
-    if local and scale < 1.0:  # a rank may hold nothing at all
-        torch._foreach_mul_(list(local), scale)
+def clip_(local: Sequence[Tensor], norm: Tensor, largest: float) -> None:
+    """Scale the gradients so that their global norm is at most ``largest`` (as torch: eps 1e-6).
+
+    Gradients whose norm is not finite stay as they are. On CPUs those that are small enough are not gone
+    through; elsewhere the host does not wait to know.
+    """
+    if not local or largest == math.inf:  # a rank may hold nothing at all
+        return
+    scale = torch.where(norm.isfinite(), (largest / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    if scale.device.type != "cpu" or scale < 1.0:
+        torch._foreach_mul_(list(local), scale.to(local[0].dtype))

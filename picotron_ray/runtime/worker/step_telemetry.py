@@ -1,8 +1,8 @@
 """Telemetry of a worker's steps: its clock, its memory and what it sends, written to its telemetry page.
 
 Reading memory costs more than a step may pay for, so that the last reading serves many steps: the next one
-comes after at least ``LEAST_S`` and `SHARE` of its own cost: of the processor, as a busy machine stretches its
-seconds, and a leak is to be seen on such a one too.
+comes after at least ``LEAST_S`` and `SHARE` of its own cost in processor time. A busy machine stretches
+seconds, and a leak is to be seen there too.
 """
 
 from __future__ import annotations

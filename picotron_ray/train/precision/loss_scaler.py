@@ -41,7 +41,7 @@ class Scaling(Protocol):
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
         """Divide gradients by the scale, in place."""
 
-    def fits(self, norm: float) -> bool:
+    def fits(self, norm: Tensor | float) -> bool:
         """Return whether gradients of this norm can be used; if not, another try has another scale."""
         ...
 
@@ -67,7 +67,7 @@ class NoScaling:
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
         """Leave the gradients as they are."""
 
-    def fits(self, norm: float) -> bool:
+    def fits(self, norm: Tensor | float) -> bool:
         """Accept every norm."""
         return True
 
@@ -104,7 +104,7 @@ class LossScaler:
         """Factor of the loss."""
         return self._scale
 
-    def fits(self, norm: float) -> bool:
+    def fits(self, norm: Tensor | float) -> bool:
         """Return whether gradients of this norm can be used; if not, halve the scale for another try.
 
         Below a scale of 1 not the format overflows but the training: its norm is reported as it is.

@@ -143,12 +143,12 @@ def test_weights_of_rows_scale_loss_and_gradient() -> None:
 def test_norm_and_clip() -> None:
     gradients = [torch.full((3,), 2.0), torch.full((2, 2), -1.0)]
     assert global_norm(gradients, [True, True], ONE, CPU) == pytest.approx(4.0)
-    clip_(gradients, 4.0, 8.0)
+    clip_(gradients, torch.tensor(4.0, dtype=torch.float64), 8.0)
     assert gradients[0][0] == 2.0, "a norm below the limit must not be scaled"
-    clip_(gradients, 4.0, 1.0)
+    clip_(gradients, torch.tensor(4.0, dtype=torch.float64), 1.0)
     assert global_norm(gradients, [True, True], ONE, CPU) == pytest.approx(1.0, rel=1e-6)
     assert global_norm([], [], ONE, CPU) == 0.0
-    clip_([], 4.0, 1.0)
+    clip_([], torch.tensor(4.0, dtype=torch.float64), 1.0)
 
 
 def test_buckets_keep_order_dtype_and_limit() -> None:
@@ -190,7 +190,7 @@ def test_bf16_keeps_fp32_state_and_learns_the_same() -> None:
         engine = build_engine(job, ONE, 0, None, CPU)
         engine.initialise(0)
         feed = batch(job, ONE, 0, 1)
-        losses[precision] = [step(engine.forward_backward, feed, engine) for _ in range(8)]
+        losses[precision] = [float(step(engine.forward_backward, feed, engine)) for _ in range(8)]
         states[precision] = {item.tensor.dtype for item in engine.state() + engine.gradients()}
         engine.close()
     assert states["bf16"] == states["fp32"] == {torch.float32}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
@@ -32,7 +33,7 @@ class Parts:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.requests = Requests()
-        self.loads: dict[int, ExpertLoad] = {}
+        self.load = ExpertLoad()
         self.in_evaluation = 0  # flag that is raised meanwhile
         self.cost_s = self.waited_s = self.pinned_wait_s = 0.25
         self.sealed_step, self.computing_step = 1, 0
@@ -57,8 +58,8 @@ class Parts:
     def settle(self) -> None:
         self.log.append("settle")
 
-    def expert_loads(self) -> dict[int, ExpertLoad]:
-        return self.loads
+    def expert_load(self) -> ExpertLoad:
+        return self.load
 
     def evaluate(self, batches: Sequence[Any]) -> tuple[float, int]:
         self.requests.add(self.in_evaluation)
@@ -176,7 +177,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
 
 
 def test_experts_are_told_of_where_there_are_any(parts: Parts) -> None:
-    parts.loads = {0: ExpertLoad((1.0, 1.0), 4), 1: ExpertLoad((0.5, 2.5), 3)}
+    parts.load = ExpertLoad(torch.tensor(2.5, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float64))
     made = loop(parts, job_of(3), 2)
     made.run()
     line = json.loads(made.tail.lines()[1])

@@ -192,7 +192,7 @@ def losses(optimizer: str, cache: Path) -> list[float]:
     found = []
     for step in range(1, steps + 1):
         feed = make_batch(train, job.seed, engine.layout, 0, rows, step)
-        found.append(engine.forward_backward(feed) / feed.global_tokens)
+        found.append(float(engine.forward_backward(feed)) / feed.global_tokens)
         engine.reduce()
         engine.clip()
         engine.optimizer_step(job.optimizer.learning_rate)

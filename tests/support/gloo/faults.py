@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from picotron_ray.comm.communicators import Communicators
 from picotron_ray.layout.schedules import PipelineShape
+from picotron_ray.parallel.attention import lse_kernels
 
 Undo = Callable[[], Any]
 
@@ -238,7 +239,22 @@ def cold_communicators() -> Undo:
     return lambda: setattr(Communicators, "warm", original)
 
 
+def kernels_of_cuda() -> Undo:
+    """Kernels with log-sum-exp that take what CUDA's flash attention takes: one type of half precision."""
+    original = lse_kernels.CpuFlash.forward
+
+    def forward(self: Any, q: Any, k: Any, v: Any, key_mask: Any) -> Any:
+        kinds = {x.dtype for x in (q, k, v)}
+        if len(kinds) > 1 or not kinds <= {torch.bfloat16, torch.float16}:
+            raise RuntimeError(f"FlashAttention only supports fp16 and bf16, saw {kinds}")
+        return original(self, q, k, v, key_mask)
+
+    lse_kernels.CpuFlash.forward = forward  # type: ignore[method-assign]
+    return lambda: setattr(lse_kernels.CpuFlash, "forward", original)
+
+
 PLANTS: dict[str, Callable[[int], Undo]] = {
+    "cuda-kernels": lambda _: kernels_of_cuda(),
     "cold": lambda _: cold_communicators(),
     "documents": one_document_on_rank_1,
     "tp-partial": double_partial_gradients,

@@ -150,7 +150,7 @@ def in_one_process(job: JobConfig) -> list[float]:
     found = []
     for step in range(1, job.steps + 1):
         batch = make_batch(data, job.seed, layout, 0, job.data.global_batch, step)
-        found.append(engine.gradients_of(batch)[0] / batch.global_tokens)
+        found.append(float(engine.gradients_of(batch)[0]) / batch.global_tokens)
         engine.optimizer_step(learning_rate(job.optimizer, step, job.steps))
     engine.close()
     return found

@@ -150,7 +150,7 @@ class RaceProbe(StepComparison):
         gradients = engine.gradients()
         values = tensor_hashes([_live(tensor) for tensor in gradients])
         summed = [(tensor.shard.name, value) for tensor, value in zip(gradients, values, strict=True)]
-        total = tensor_hash(torch.tensor(loss, dtype=torch.float64))
+        total = tensor_hash(loss)
         return {"forward": [*forward, ("loss", int(total))], "backward": backward, "gradients": summed}
 
     def stop(self) -> None:

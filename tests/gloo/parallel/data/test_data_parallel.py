@@ -70,7 +70,7 @@ def test_fp16_learns_what_fp32_does() -> None:
         engine.initialise(0)
         found = []
         for _ in range(6):
-            found.append(engine.gradients_of(batch(job, Layout(micro_batch=12), 0, 1))[0])
+            found.append(float(engine.gradients_of(batch(job, Layout(micro_batch=12), 0, 1))[0]))
             engine.optimizer_step(0.01)
         losses[precision] = found
         assert {item.tensor.dtype for item in engine.state()} == {torch.float32}

@@ -166,8 +166,8 @@ def test_the_first_part_has_a_norm_too() -> None:
 )
 def test_clipping(norm: float, largest: float, scale: float) -> None:
     gradients = [torch.ones(2), torch.ones(1)]
-    clip_(gradients, norm, largest)
-    clip_([], norm, largest)
+    clip_(gradients, torch.tensor(norm, dtype=torch.float64), largest)
+    clip_([], torch.tensor(norm, dtype=torch.float64), largest)
     assert [x for gradient in gradients for x in gradient.tolist()] == pytest.approx([scale] * 3)
 
 

@@ -66,7 +66,7 @@ def gradients(config: JobConfig, policy: str) -> tuple[float, dict[str, torch.Te
     batch = StepBatch(1, tokens, np.ones((1, ROWS)), ROWS * LENGTH, (0, ROWS), bytes(16))
     engine = build_engine(config, Layout(micro_batch=ROWS, recompute=policy), 0, None, CPU)
     engine.initialise(0)
-    loss = engine.forward_backward(batch)
+    loss = float(engine.forward_backward(batch))
     engine.reduce()
     found = {item.shard.name: item.tensor.clone() for item in engine.gradients()}
     engine.close()

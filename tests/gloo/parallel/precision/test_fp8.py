@@ -151,7 +151,7 @@ def losses(job: JobConfig, steps: int) -> list[float]:
     found = []
     for step in range(1, steps + 1):
         batch = StepBatch(step, tokens, np.ones((1, 8)), 8 * 16, (0, 8), bytes(16))
-        found.append(engine.gradients_of(batch)[0] / (8 * 16))
+        found.append(float(engine.gradients_of(batch)[0]) / (8 * 16))
         engine.optimizer_step(0.003)
     engine.close()
     return found

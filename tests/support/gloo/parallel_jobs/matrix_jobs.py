@@ -175,11 +175,11 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
         if step == STEPS and job.optimizer.name != "sgd":  # once per layout will do
             result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)])
         feed = batch(job, layout, dp_index, step)
-        result.loss.append(engine.forward_backward(feed, result.phases.append))
+        result.loss.append(float(engine.forward_backward(feed, result.phases.append)))
         engine.reduce(result.phases.append)
         if step == 1:
             result.gradients = pieces(engine.gradients())
-        result.norm.append(engine.clip(result.phases.append))
+        result.norm.append(float(engine.clip(result.phases.append)))
         engine.optimizer_step(job.optimizer.learning_rate)
     result.stable = before == [address(item) for item in engine.state()]
     result.state = pieces(engine.state())

@@ -164,7 +164,9 @@ def leg(
         engine.set_step(first)
     losses = []
     for step in range(first + 1, last + 1):
-        losses.append(engine.gradients_of(batch(config, layout, layout.coordinates(job.rank).dp, 1))[0])
+        losses.append(
+            float(engine.gradients_of(batch(config, layout, layout.coordinates(job.rank).dp, 1))[0])
+        )
         engine.optimizer_step(config.optimizer.learning_rate)
         if settles is not True and step == settles:
             engine.settle()
@@ -191,7 +193,9 @@ def owed(job: Job, config: JobConfig, layout: Layout, steps: int) -> tuple[list[
     engine.initialise(config.seed)
     losses = []
     for step in range(1, steps + 1):
-        losses.append(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, step)))
+        losses.append(
+            float(engine.forward_backward(batch(config, layout, layout.coordinates(job.rank).dp, step)))
+        )
         engine.reduce()
         engine.clip()
         engine.optimizer_step(config.optimizer.learning_rate)

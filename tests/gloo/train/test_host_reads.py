@@ -1,0 +1,109 @@
+"""A step never waits for a number from the device: on tensors without values each read of one raises.
+
+The exchange of the step is the one place where the host reads (`train.step_sync`). Named exceptions: fp16's
+scale, adaptive precision, and mixtures, which send their rows by counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.layout.layout import Layout
+from picotron_ray.parallel.mesh import make_mesh
+from picotron_ray.train import step_sync
+from picotron_ray.train.dry_run.run import _batch, _fake_world
+from picotron_ray.train.engine import Engine
+from picotron_ray.train.step_sync import Contribution, exchange
+from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
+
+META = torch.device("meta")
+PLAIN = KernelsConfig(attention="math", norm="eager")
+
+
+@pytest.fixture(autouse=True)
+def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device has none, and is asked for it."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    monkeypatch.setattr(torch, "autocast", lambda *words, **named: contextlib.nullcontext())
+
+
+def stepped(layout: Layout, model: ModelConfig = MODEL, **sections: Any) -> tuple[Tensor, Tensor]:
+    """A step and evaluation on the meta device, among fake peers; loss and norm, which nobody has read."""
+    job = make_job("adamw", 12, model, precision="fp32", **{"kernels": PLAIN, **sections})
+    with _fake_world(layout, 0):
+        engine = Engine(job, make_mesh(layout, 0, "meta"), META)
+        feed = _batch(job, layout, 0)
+        loss, norm = engine.gradients_of(feed)
+        engine.optimizer_step(1e-3)
+        list(engine._passes.losses(feed))
+        engine.close()
+    return loss, norm
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(micro_batch=4),
+        Layout(dp=2, micro_batch=3),
+        Layout(tp=2, micro_batch=4),
+        Layout(cp=2, micro_batch=4, context="all-gather"),
+        Layout(micro_batch=4, recompute="full"),
+    ],
+    ids=str,
+)
+def test_a_step_reads_nothing(layout: Layout) -> None:
+    loss, norm = stepped(layout)
+    assert (loss.shape, norm.shape) == ((), ())
+    assert loss.device.type == norm.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"kernels": KernelsConfig(attention="math", norm="eager", loss="linear", loss_chunk=5)},
+        {"kernels": KernelsConfig(attention="math", norm="eager", projections="fused")},
+    ],
+    ids=str,
+)
+def test_nor_do_other_kernels(sections: dict[str, Any]) -> None:
+    stepped(Layout(micro_batch=4), **sections)
+
+
+def test_a_read_would_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    from picotron_ray.train import engine as module
+
+    def reads(gradients: list[Tensor], norm: Tensor, largest: float) -> None:
+        float(norm)
+
+    monkeypatch.setattr(module, "clip_", reads)
+    with pytest.raises(RuntimeError, match="meta"):
+        stepped(Layout(micro_batch=4))
+
+
+def test_the_exchange_is_the_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sends goes up in one piece, and comes down in one."""
+    read: list[torch.Size] = []
+
+    def zeros(numbers: Tensor) -> Tensor:
+        read.append(numbers.shape)
+        return torch.zeros(numbers.shape, dtype=numbers.dtype)
+
+    monkeypatch.setattr(step_sync, "to_host", zeros)
+    with _fake_world(Layout(dp=2), 0):
+        loss, norm = (torch.empty((), dtype=torch.float64, device=META) for _ in range(2))
+        exchange(Contribution(loss, norm), Layout(dp=2), META)
+    assert len(read) == 1
+
+
+def test_numbers_on_the_device_are_as_good_as_the_hosts() -> None:
+    loss, norm, dropped = (torch.tensor(value, dtype=torch.float64) for value in (1.5, 2.5, 3.0))
+    there = exchange(Contribution(loss, norm, dropped=dropped, imbalance=loss), Layout(), torch.device("cpu"))
+    here = exchange(Contribution(1.5, 2.5, dropped=3.0, imbalance=1.5), Layout(), torch.device("cpu"))
+    assert there == here

@@ -29,6 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from picotron_ray.comm.torch_groups import living_groups
+
 PROMPT_S = 1.0  # a destructor takes about 20 ms where no operation runs, longer on a busy machine
 PARK = signal.SIGRTMAX
 LOOK_S = (0.02, 1.0)  # from one look at who else refers to a group to the next, at first and at last
@@ -81,7 +83,7 @@ def leave(thread: threading.Thread) -> None:
 
 def _at_exit() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        _keep_for_ever(list(dist.distributed_c10d._world.pg_map))
+        _keep_for_ever(living_groups())
     threads = [thread for thread in _inside_torch if thread.is_alive()]
     if threads:
         libc = ctypes.CDLL(None)

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from picotron_ray.comm import torch_groups
 from picotron_ray.comm.sockets import SocketInfo
 
 _SKIPPED = (dist.__file__.rpartition("distributed")[0], __file__)
@@ -140,15 +141,11 @@ class OperationRecord:
 
     def groups(self) -> list[dict[str, Any]]:
         """Groups of this process: name, axis, and ranks of the run in order."""
-        world = dist.distributed_c10d._world
-        found = []
-        for group in list(world.pg_map):
-            ranks = sorted(world.pg_group_ranks[group].items(), key=lambda each: each[1])
-            name = world.pg_names[group]
-            found.append(
-                {"name": name, "axis": self._axes.get(name, ""), "ranks": [rank for rank, _ in ranks]}
-            )
-        return found
+        named = [(group, torch_groups.known_name(group)) for group in torch_groups.living_groups()]
+        return [
+            {"name": name, "axis": self._axes.get(name, ""), "ranks": torch_groups.known_ranks(group)}
+            for group, name in named
+        ]
 
 
 def _no_socket(info: SocketInfo) -> bool:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from picotron_ray.comm import torch_groups
 from picotron_ray.comm.abortable_wait import AbortWatch, unwatch, watch
 from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.comm.group_release import PROMPT_S, release
@@ -277,7 +278,7 @@ class ProcessGroups:
     def _abort_backend(self) -> bool:
         def run() -> None:
             with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
+                torch_groups.abort_all()
 
         thread = threading.Thread(target=run, name="nccl-abort", daemon=True)
         thread.start()
@@ -320,7 +321,7 @@ class ProcessGroups:
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather one small tensor of the same shape from all ranks: [n] -> [world_size, n]."""
         gathered = values.new_empty((self.world_size * values.numel(),))
-        all_gather_single(gathered, values.contiguous())
+        all_gather_single(gathered, values.reshape(-1))
         return gathered.view(self.world_size, *values.shape)
 
     def close(self) -> None:
@@ -340,7 +341,7 @@ class ProcessGroups:
         self._store = None
         self._client = None
         if dist.is_initialized():
-            groups = list(dist.distributed_c10d._world.pg_map)
+            groups = torch_groups.living_groups()
             dist.destroy_process_group()
             gone = release(groups, 0.0 if self._left_behind else PROMPT_S)
             self._left_behind = not gone

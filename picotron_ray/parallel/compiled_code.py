@@ -42,9 +42,13 @@ class CompiledCode:
         if layout in self._known:
             return
         if len(self._known) == KEPT:
-            torch._dynamo.reset()
-            self._known.clear()
+            self.drop()
         self._known.append(layout)
+
+    def drop(self) -> None:
+        """Drop all compiled code, and whoever listens to the compiler."""
+        torch._dynamo.reset()
+        self._known.clear()
 
 
 CODE = CompiledCode()

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from picotron_ray.comm import torch_groups
 from picotron_ray.comm.collectives.assigned import assign, withdraw
 from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
 from picotron_ray.comm.communicators import Communicators
@@ -131,7 +132,7 @@ class Mesh:
         while self.on_close:
             self.on_close.pop()()
         for name in self.names:
-            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+            torch_groups.unregister(name)
         for devices in (self.devices, self.sharded, self.experts):
             if devices is not None:
                 devices._pg_registry.clear()
@@ -240,11 +241,6 @@ def group_name(axis: str, ranks: list[int]) -> str:
     return f"picotron-{axis}-" + "-".join(map(str, ranks))
 
 
-def _register(name: str, group: dist.ProcessGroup) -> None:
-    """Let collectives find ``group`` under ``name`` too, until `Mesh.close` or the default group ends."""
-    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
-
-
 def axis_parts(layout: Layout, axis: str) -> list[list[int]]:
     """List the ranks of every group of an axis: each rank of the layout is in one."""
     seen: set[int] = set()
@@ -290,7 +286,7 @@ def make_mesh(
         group = groups["data"] if whole else communicators.of(axis, rank, axis_parts(layout, axis))
         groups[axis], names[axis] = group, group_name(axis, ranks)
         OPERATIONS.serves(group, axis)
-        _register(names[axis], group)
+        torch_groups.register(names[axis], group)
     communicators.warm()
     numbers = torch.arange(layout.world_size, dtype=torch.int).view([degrees[axis] for axis in axes])
     outer = [groups[axis] for axis in axes]

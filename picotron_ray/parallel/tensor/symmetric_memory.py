@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from picotron_ray.comm import torch_groups
 from picotron_ray.comm.sequence_collectives import GatherAhead
 from picotron_ray.errors import LayoutError
 
@@ -85,15 +86,14 @@ class SymmetricOverlap:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory  # defines the operators
 
         self._group, self._name = group, f"picotron-symmetric-{next(_numbers)}"
         # the store must outlive the group: torch asks the object in Python
-        self._store = RenumberedStore(dist.distributed_c10d._get_process_group_store(group))
+        self._store = RenumberedStore(torch_groups.store_of(group))
         self._named = dist.ProcessGroup(self._store, group.rank(), group.size())
         kind = getattr(dist.ProcessGroup.BackendType, dist.get_backend(group).upper())
         self._named._register_backend(device, kind, group._get_backend(device))
-        torch._C._distributed_c10d._register_process_group(self._name, self._named)  # type: ignore[arg-type]
+        torch_groups.register(self._name, self._named)
         try:
             self._try(device)
         except BaseException:
@@ -121,7 +121,7 @@ class SymmetricOverlap:
         import torch.distributed._symmetric_memory as symmetric
 
         symmetric._group_name_to_workspace_tensor.pop(self._name, None)
-        torch._C._distributed_c10d._unregister_process_group(self._name)  # type: ignore[arg-type]
+        torch_groups.unregister(self._name)
         self._named = self._group = None  # type: ignore[assignment]
 
     def gather(self, x: Tensor, factors: Sequence[Tensor], keep: bool) -> tuple[list[Tensor], Tensor | None]:

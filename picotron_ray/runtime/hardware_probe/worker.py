@@ -59,7 +59,7 @@ class ProbeWorker:
     def join(self, rank: int, world: int, address: str, port: int) -> None:
         """Join the process group of all workers."""
         import torch.distributed as dist
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(address, port, world, is_master=rank == 0, timeout=WAIT)
         backend = "nccl" if self._device.type == "cuda" else "gloo"

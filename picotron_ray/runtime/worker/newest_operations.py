@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from picotron_ray.comm.link_counters import link_counters
 from picotron_ray.comm.operation_record import OPERATIONS, place_of_frames
+from picotron_ray.comm.torch_groups import recorded_operations
 
 TOLD = (
     *("process_group", "collective_seq_id", "profiling_name", "is_p2p", "input_sizes", "input_dtypes"),
@@ -30,7 +28,7 @@ def newest_operations(places: bool = True) -> bytes:
         places: where each was called, too: torch takes seconds for the first time.
     """
     found = {
-        "entries": [_entry(each) for each in _recorded(places)],
+        "entries": [_entry(each) for each in recorded_operations(places)],
         "messages": OPERATIONS.messages(),
         "groups": OPERATIONS.groups(),
         "connections": link_counters(OPERATIONS.is_ours),
@@ -40,14 +38,6 @@ def newest_operations(places: bool = True) -> bytes:
         "places": places,
     }
     return json.dumps(found, separators=(",", ":")).encode()
-
-
-def _recorded(places: bool) -> Iterator[dict[str, Any]]:
-    """Entries of torch's recorders, of NCCL's where there is one and of gloo's."""
-    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            yield from pickle.loads(dump(includeStackTraces=places)).get("entries", ())
 
 
 def _entry(recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from picotron_ray.errors import ConfigError, LayoutError
@@ -27,4 +26,4 @@ def check_compiles(module: nn.Module, tokens: Tensor, names: Sequence[str]) -> N
     finally:
         for block in blocks.values():
             del block.forward
-        torch._dynamo.reset()
+        CODE.drop()

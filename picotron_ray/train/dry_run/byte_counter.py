@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from picotron_ray.comm import torch_groups
 from picotron_ray.train.dry_run.even_routes import exchanged, known_result
 
 
@@ -108,7 +108,7 @@ def _sent(name: str, kind: str, args: Any, kwargs: Any) -> tuple[str, int] | Non
         title, ranks = group.group_name, group.size()
     else:
         title = next(arg for arg in reversed(args) if isinstance(arg, str))
-        ranks = _resolve_process_group(title).size()
+        ranks = torch_groups.resolve(title).size()
     size = _whole_bytes(name, args, ranks)
     return title, size if name == "send" else SENT[name] * size * (ranks - 1) // ranks
 

@@ -67,7 +67,9 @@ class Groups:
         monkeypatch.setattr(module.dist, "get_backend", lambda: self.backend)
         monkeypatch.setattr(module.dist, "all_reduce", self._sum)
         monkeypatch.setattr(type(module.dist.group), "WORLD", "world")
-        monkeypatch.setattr(module, "_register", lambda name, group: self.registered.append((name, group)))
+        monkeypatch.setattr(
+            module.torch_groups, "register", lambda name, group: self.registered.append((name, group))
+        )
         monkeypatch.setattr(module.DeviceMesh, "from_group", self._mesh)
 
     def _new(self, ranks: list[int], *, timeout: timedelta, use_local_synchronization: bool) -> str:

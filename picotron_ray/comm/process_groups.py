@@ -207,22 +207,35 @@ class ProcessGroups:
             self._forming = False
 
     def _exchange_addresses(self) -> None:
-        """Tell all ranks where this one runs, and where its gloo devices listen."""
-        assert self._store is not None
+        """Tell all ranks where this one runs, and where its gloo devices listen; over the default group.
+
+        Each reading all others' in the store would be rank² reads. NCCL is aborted without addresses.
+        """
         self._rounds += 1
-        self._listening = {
-            info.local for info in tcp_sockets() if info.listening and info.inode not in self._before
-        }
         node = f"{platform.node()}/{os.stat('/proc/self/ns/net').st_ino}"
-        mine = " ".join([node, *(f"{host}|{port}" for host, port in sorted(self._listening))])
-        self._store.set(f"listening/{self._rounds}/{self.rank}", mine)
-        keys = [f"listening/{self._rounds}/{rank}" for rank in range(self.world_size)]
-        found = [value.decode().split() for value in self._store.multi_get(keys)]  # waits for them
+        words = [node]
+        if self.backend == "gloo":
+            self._listening = {
+                info.local for info in tcp_sockets() if info.listening and info.inode not in self._before
+            }
+            words += [f"{host}|{port}" for host, port in sorted(self._listening)]
+        elif self.nodes:
+            return
+        found = [text.split() for text in self._all_gather_text(" ".join(words))]
         self.nodes = tuple(node for node, *_ in found)
         for _, *listening in found:
             for item in listening:
                 host, _, port = item.partition("|")
                 self._known.add((host, int(port)))
+
+    def _all_gather_text(self, mine: str) -> list[str]:
+        """Gather a text from every rank."""
+        data = mine.encode()
+        sizes = self.all_gather(torch.tensor([len(data)], device=self._device)).view(-1).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.all_gather(padded.to(self._device)).cpu().numpy()
+        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
     # --- abort ---------------------------------------------------------------------------------------
 

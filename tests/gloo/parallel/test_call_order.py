@@ -19,7 +19,7 @@ SENT = Called("tp", (0, 1), "send", "[[4]]", True)
 GATHERED = SUM._replace(kind="all_gather")
 
 
-@pytest.mark.parametrize(("layout", "model"), [(Layout(pp=3, micro_batch=3), TIED)], ids=["tied-pp3"])
+@pytest.mark.parametrize(("layout", "model"), [(Layout(dp=2, pp=3, micro_batch=3), TIED)], ids=["tied"])
 def test_the_ends_of_a_pipeline_do_not_meet_first(pool: Pool, layout: Layout, model: ModelConfig) -> None:
     """Gradients of a tied embedding go between the first and the last of three stages."""
     job = make_job("sgd", 12, model)
@@ -28,9 +28,8 @@ def test_the_ends_of_a_pipeline_do_not_meet_first(pool: Pool, layout: Layout, mo
         for plant in ("", "cold")
     )
     assert order_problems(warm) == []
-    assert {(one.axis, one.ranks) for one in warm[0]} == {("pp", (0, 1, 2))}
-    assert order_problems(cold) != []
-    assert "begins with" in order_problems(cold)[0]
+    assert {one.axis for one in warm[0]} == {"", "pp", "data"}
+    assert any(line.startswith("pp ") and "begins with" in line for line in order_problems(cold))
 
 
 def test_what_is_wrong_with_an_order() -> None:

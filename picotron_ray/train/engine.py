@@ -141,7 +141,7 @@ class Engine:
         self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
         self.applied += self._pools.applied
         if uses := mesh.communicators:
-            self.applied += (f"{len(uses)} communicators: {', '.join(uses)}",)
+            self.applied += (f"communicators: {len(uses)} ({', '.join(uses)})",)
 
     def watch(self, on_action: OnAction) -> None:
         """Let ``on_action`` hear what begins within phases of a step: passes of stages, and waiting."""

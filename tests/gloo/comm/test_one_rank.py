@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,27 @@ def test_what_a_generation_knows_of_itself(alone: ProcessGroups, store: TCPStore
     assert alone._watch is None
     assert abortable_wait._watch is None
     assert not alone._initialised
+
+
+def test_ranks_do_not_read_each_other_in_the_store(
+    alone: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would be the square of their number."""
+    keys: list[str] = []
+    plain = dist.PrefixStore.get
+
+    def get(store: Any, key: str) -> bytes:
+        keys.append(key)
+        return plain(store, key)
+
+    monkeypatch.setattr(dist.PrefixStore, "multi_get", None)
+    monkeypatch.setattr(dist.PrefixStore, "get", get)
+    alone.connect()
+    with alone.forming():
+        dist.new_group([0])
+    assert not [key for key in keys if "listening" in key]
+    assert len(alone.nodes) == 1
+    alone.close()
 
 
 def test_each_step_of_the_rendezvous_hears_of_an_abort(alone: ProcessGroups) -> None:

@@ -1,6 +1,6 @@
 """torch's registry of process groups, which has no public interface: names, living groups, abort of all.
 
-``tests/gloo/comm/test_torch_groups.py`` fails where torch changes it.
+``tests/gloo/comm/test_torch_interfaces.py`` fails where torch changes it.
 """
 
 from __future__ import annotations

@@ -104,6 +104,25 @@ def bench_coordinator(
         _result(found, report.lines(found), json_file)
 
 
+@benchmarks.command("host")
+def bench_host(
+    ranks: Annotated[str, typer.Option(help="sizes, with commas between; all ranks but one are fake")] = (
+        "64,1024,16384"
+    ),
+    zero: Annotated[int, typer.Option(min=0, max=3, help="what replicas share out")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Seconds that one rank's host spends on a step and on a generation's groups, at any number of ranks.
+
+    Example: picotron-ray bench host --ranks 64,1024
+    """
+    with _reported(json_file):
+        from picotron_ray.bench import host_cost
+
+        found = host_cost.bench(host_cost.sizes_of(ranks), zero, _say)
+        _result(found, list(host_cost.lines(found)), json_file)
+
+
 @benchmarks.command("mfu")
 def bench_mfu(
     config: Config,

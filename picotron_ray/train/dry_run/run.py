@@ -72,7 +72,7 @@ def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True)
     if dist.is_initialized():
         raise LayoutError("dry run: saw a process group, expected a process of its own without one")
     mode: Any = _fake_tensors() if fake else contextlib.nullcontext()
-    with _fake_world(layout, rank):
+    with fake_world(layout, rank):
         mesh = make_mesh(layout, rank, "cpu")
         counter = ByteCounter(_axes(mesh))
         with mode, counter:
@@ -109,7 +109,7 @@ def _forget_tables() -> None:
 
 def _stepped(job: JobConfig, mesh: Mesh, counter: ByteCounter) -> DryRun:
     engine = Engine(job, mesh, torch.device("cpu"))
-    batch = _batch(job, mesh.layout, mesh.at.dp)
+    batch = token_batch(job, mesh.layout, mesh.at.dp)
     for _ in range(STEPS):
         counter.sent.clear()
         engine.forward_backward(batch)
@@ -132,7 +132,7 @@ def _stepped(job: JobConfig, mesh: Mesh, counter: ByteCounter) -> DryRun:
     return found
 
 
-def _batch(job: JobConfig, layout: Layout, dp_index: int) -> StepBatch:
+def token_batch(job: JobConfig, layout: Layout, dp_index: int) -> StepBatch:
     """Make rows of token 0, all of weight 1."""
     size, length = job.data.global_batch, job.data.sequence_length
     shape = batch_shape(layout, dp_index, size)
@@ -141,7 +141,7 @@ def _batch(job: JobConfig, layout: Layout, dp_index: int) -> StepBatch:
 
 
 @contextlib.contextmanager
-def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
+def fake_world(layout: Layout, rank: int) -> Iterator[None]:
     """Enter a fake process group of the layout's size as ``rank``."""
     if layout.world_size == 1:
         yield

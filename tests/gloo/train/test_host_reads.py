@@ -18,7 +18,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.train import step_sync
-from picotron_ray.train.dry_run.run import _batch, _fake_world
+from picotron_ray.train.dry_run.run import fake_world, token_batch
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.step_sync import Contribution, exchange
 from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
@@ -37,9 +37,9 @@ def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 def stepped(layout: Layout, model: ModelConfig = MODEL, **sections: Any) -> tuple[Tensor, Tensor]:
     """A step and evaluation on the meta device, among fake peers; loss and norm, which nobody has read."""
     job = make_job("adamw", 12, model, precision="fp32", **{"kernels": PLAIN, **sections})
-    with _fake_world(layout, 0):
+    with fake_world(layout, 0):
         engine = Engine(job, make_mesh(layout, 0, "meta"), META)
-        feed = _batch(job, layout, 0)
+        feed = token_batch(job, layout, 0)
         loss, norm = engine.gradients_of(feed)
         engine.optimizer_step(1e-3)
         list(engine._passes.losses(feed))
@@ -96,7 +96,7 @@ def test_the_exchange_is_the_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(numbers.shape, dtype=numbers.dtype)
 
     monkeypatch.setattr(step_sync, "to_host", zeros)
-    with _fake_world(Layout(dp=2), 0):
+    with fake_world(Layout(dp=2), 0):
         loss, norm = (torch.empty((), dtype=torch.float64, device=META) for _ in range(2))
         exchange(Contribution(loss, norm), Layout(dp=2), META)
     assert len(read) == 1

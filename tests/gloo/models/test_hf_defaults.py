@@ -13,6 +13,7 @@ from tests.support.gloo.hf_kit import transformers
 FAMILIES = {
     "LlamaForCausalLM": "Llama",
     "MistralForCausalLM": "Mistral",
+    "Phi3ForCausalLM": "Phi3",
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
     "MixtralForCausalLM": "Mixtral",
@@ -53,6 +54,9 @@ def theirs(architecture: str, said: dict[str, Any]) -> dict[str, Any]:
 def cases(architecture: str) -> list[dict[str, Any]]:
     """Nothing said, and everything but one key."""
     whole = SAID_GPT2 if architecture == "GPT2LMHeadModel" else SAID
+    if architecture == "Phi3ForCausalLM":
+        whole = {key: value for key, value in SAID.items() if key != "rope_scaling"}
+        whole["partial_rotary_factor"] = 0.25
     found = [{key: value for key, value in whole.items() if key != left_out} for left_out in (*whole, None)]
     return [{"architectures": [architecture], **said} for said in ({}, *found)]
 

@@ -36,12 +36,32 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+}
+MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+
+
+def _rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 5000.0, **keys}}
+
+
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
+    "linear": ("Llama", _rope(rope_type="linear", factor=4.0)),
+    # its longest row is that of the first training, and ours are longer
+    "dynamic": ("Llama", {**_rope(rope_type="dynamic", factor=4.0), "max_position_embeddings": 16}),
+    "yarn": ("Llama", _rope(**YARN)),
+    "yarn-mscale": ("Qwen3", _rope(**MSCALE)),
+    "phi3": ("Phi3", {**_rope(partial_rotary_factor=0.5, rope_type="default"), "sliding_window": 7}),
     "smollm": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.kernels import attention_masks, norm_kernel
+from picotron_ray.config.support.kernels import attention_masks, norm_kernel, windowed
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, RecomputeKind
@@ -181,12 +181,14 @@ def _neighbours(layout: Layout, rank: int) -> tuple[int, int]:
 def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes of attention masks kept for backward: whole rows squared, one for all blocks of a stage.
 
-    There is a document mask for every row and every micro-batch in flight, and one window mask. Kernels that
-    are told where documents start need no mask. Where cp cuts rows, masks are made per tile and not kept.
+    There is a document mask for every row and every micro-batch in flight, and one window mask. Where some
+    blocks have no window there are two of each. Kernels that are told where documents start need no mask.
+    Where cp cuts rows, masks are made per tile and not kept.
     """
     if not attention_masks(job, layout.cp):
         return 0.0
-    one = job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
+    kinds = 2 if job.data.document_masks and windowed(job) and job.model.full_attention_every else 1
+    one = kinds * job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
     if not job.data.document_masks:
         return float(one)
     rows = layout.widest_rows(job.data.global_batch)
@@ -211,11 +213,23 @@ def kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
     if casts(job) and job.kernels.projections == "separate":
         whole += sizes.recast
     return {
-        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
+        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job) + _scores(job)[0],
         "full": sizes.hidden * item + wider,
-        "selective": sizes.products * item + wider,
-        "int8": _packed(job, whole),
+        "selective": sizes.products * item + wider + _scores(job)[1],
+        "int8": _packed(job, whole) + _scores(job)[0] / item * ACTIVATION_8BIT_BYTES,
     }
+
+
+def _scores(job: JobConfig) -> tuple[float, float]:
+    """Bytes per token of scores that are capped by the formulas, kept for backward: all, and of products.
+
+    Those are capped, softmax's, which is wide, and that cast for the product with values.
+    """
+    model, item = job.model, COMPUTE_BYTES[job.precision]
+    if model.builder is not None or model.attention_softcap is None:
+        return 0.0, 0.0
+    each, wide = model.heads * job.data.sequence_length, max(4, item)
+    return float(each * (item + wide + (item if item < wide else 0))), float(each * item)
 
 
 def _packed(job: JobConfig, values: float) -> float:

@@ -142,11 +142,35 @@ class ModelConfig(Section):
         ge=1,
         description="tokens that a token sees, itself included (Mistral); null: all before it",
     )
+    full_attention_every: int | None = Field(
+        default=None,
+        ge=2,
+        description="gemma2, gemma3: every so many blocks one sees all tokens before it, whatever"
+        " sliding_window says; null: none does",
+    )
+    query_pre_attn_scalar: int | None = Field(
+        default=None,
+        ge=1,
+        description="gemma2, gemma3: scores are divided by its root; null: by that of the head's width",
+    )
+    attention_softcap: float | None = Field(
+        default=None,
+        gt=0,
+        description="gemma2: bound that attention scores come near to, cap x tanh(score / cap); null: none",
+    )
+    logit_softcap: float | None = Field(
+        default=None, gt=0, description="gemma2, gemma3: the same of the output's logits; null: none"
+    )
     rope_scaling: RopeScaling = Field(
         default_factory=RopeScaling,
         description="stretching of the rotary positions (Llama 3, linear, dynamic NTK, YaRN)",
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_local_theta: float | None = Field(
+        default=None,
+        gt=0,
+        description="gemma3: base of the unstretched frequencies of blocks with a window; null: as all",
+    )
     partial_rotary_factor: float = Field(
         default=1.0,
         gt=0,

@@ -49,12 +49,8 @@ def frequencies(model: ModelConfig) -> set[str]:
     return blocks | {f"model.{_FREQUENCIES}"}
 
 
-def base_keys(hf: Mapping[str, Any], keys: Keys, *, partial: bool = False) -> dict[str, Any]:
-    """Keys of our ``model`` section that are read alike for every decoder.
-
-    Args:
-        partial: whether the architecture may turn a part of each head alone.
-    """
+def width_keys(keys: Keys) -> dict[str, Any]:
+    """Keys of our ``model`` section that are read alike for every decoder, rotary positions aside."""
     heads, hidden = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     found: dict[str, Any] = {
         "vocab_size": keys.whole("vocab_size"),
@@ -64,13 +60,21 @@ def base_keys(hf: Mapping[str, Any], keys: Keys, *, partial: bool = False) -> di
         "kv_heads": keys.whole_or_null("num_key_value_heads") or heads,
         "norm_eps": keys.number("rms_norm_eps"),
         "tie_embeddings": keys.flag("tie_word_embeddings"),
-        **rope_keys(hf, keys, partial=partial),
     }
     width = keys.whole_or_null("head_dim")
     if width and width * heads != hidden:
         found["head_dim"] = width
     keys.whole("max_position_embeddings")  # an export writes it back
     return found
+
+
+def base_keys(hf: Mapping[str, Any], keys: Keys, *, partial: bool = False) -> dict[str, Any]:
+    """Keys of our ``model`` section that are read alike for every decoder.
+
+    Args:
+        partial: whether the architecture may turn a part of each head alone.
+    """
+    return {**width_keys(keys), **rope_keys(hf, keys, partial=partial)}
 
 
 def base_config(model: ModelConfig, length: int) -> dict[str, Any]:

@@ -20,11 +20,14 @@ from picotron_ray.train.engine import build_engine
 
 LAYERS = 12
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+MIXED = {"sliding_window": 3, "full_attention_every": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "max_positions": 8},
     "olmo2": {"family": "olmo2", "qk_norm": True},
     "qwen3": {"qk_norm": True, "heads": 4, "kv_heads": 2},
+    "gemma2": {"family": "gemma2", **MIXED, "attention_softcap": 5.0},
+    "gemma3": {"family": "gemma3", **MIXED, "rope_local_theta": 100.0},
 }
 
 
@@ -93,7 +96,8 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
     for number, layout in enumerate(layouts, 1):
         assert f"{LAYERS} blocks compiled, each as one graph" in passes(job, layout)
         assert counting.calls == number * 2 * LAYERS, "forward of training and of evaluation, compiled"
-    assert counting.graphs == 3 * 2, "a graph for each size, with gradients and without"
+    kinds = 2 if "full_attention_every" in FAMILIES[family] else 1
+    assert counting.graphs == 3 * 2 * kinds, "a graph for each size and kind, with gradients and without"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import attention_masks, norm_kernel, windowed
@@ -86,7 +87,7 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
 
     Tensor parallelism cuts all of it where it comes with sequence parallelism, but for `_whole`.
     """
-    sizes, of, item = sizes_of(job.model), kept_by_kind(job), COMPUTE_BYTES[job.precision]
+    sizes, of, item = sizes_of(job.model), kept_by_kind(job, layout.cp), COMPUTE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     whole = {} if layout.offload_activations else _whole(job, layout)
@@ -200,12 +201,12 @@ def casts(job: JobConfig) -> bool:
     return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
 
 
-def kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
+def kept_by_kind(job: JobConfig, cp: int = 1) -> dict[RecomputeKind, float]:
     """Bytes per token that a block keeps for backward, by the treatment of its activations.
 
     Under autocast the residual stream stays wide, and every projection casts its own input.
     """
-    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    sizes, item, scores = sizes_of(job.model), COMPUTE_BYTES[job.precision], score_bytes(job, cp)
     wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
@@ -213,23 +214,41 @@ def kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
     if casts(job) and job.kernels.projections == "separate":
         whole += sizes.recast
     return {
-        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job) + _scores(job)[0],
+        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job) + scores.kept,
         "full": sizes.hidden * item + wider,
-        "selective": sizes.products * item + wider + _scores(job)[1],
-        "int8": _packed(job, whole) + _scores(job)[0] / item * ACTIVATION_8BIT_BYTES,
+        "selective": sizes.products * item + wider + scores.products,
+        "int8": _packed(job, whole) + scores.kept / item * ACTIVATION_8BIT_BYTES,
     }
 
 
-def _scores(job: JobConfig) -> tuple[float, float]:
-    """Bytes per token of scores that are capped by the formulas, kept for backward: all, and of products.
+class ScoreBytes(NamedTuple):
+    """Bytes per token of attention scores that are in memory, of a block.
 
-    Those are capped, softmax's, which is wide, and that cast for the product with values.
+    Fields:
+        kept: for backward: capped, softmax's, which is wide, and that cast for the product with values.
+        products: of matrix products alone.
+        at_work: their gradients, while a block's backward pass runs.
+    """
+
+    kept: float = 0.0
+    products: float = 0.0
+    at_work: float = 0.0
+
+
+def score_bytes(job: JobConfig, cp: int) -> ScoreBytes:
+    """Bytes of scores that are capped by the formulas; other kernels are taken to keep none.
+
+    Over parts of rows (``cp``) they are made again in the backward pass.
     """
     model, item = job.model, COMPUTE_BYTES[job.precision]
-    if model.builder is not None or model.attention_softcap is None:
-        return 0.0, 0.0
-    each, wide = model.heads * job.data.sequence_length, max(4, item)
-    return float(each * (item + wide + (item if item < wide else 0))), float(each * item)
+    capped = model.builder is None and model.attention_softcap is not None
+    if not capped or job.kernels.attention == "flash-attn":
+        return ScoreBytes()
+    each, wide = float(model.heads * job.data.sequence_length), max(4, item)
+    narrow = item if item < wide else 0
+    if cp > 1:
+        return ScoreBytes(at_work=2 * each * wide / cp)
+    return ScoreBytes(each * (item + wide + narrow), each * item, each * (wide + narrow))
 
 
 def _packed(job: JobConfig, values: float) -> float:
@@ -284,7 +303,7 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Reco
     """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
     if not layout.offload_activations:
         return 0.0
-    of = kept_by_kind(job)
+    of = kept_by_kind(job, layout.cp)
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
     held = sum(of[kind] * number for kind, number in _by_kind(again).items())

@@ -23,10 +23,12 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
     Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
-    take them, and adaptive precision needs those that fp32 has too. Scores are capped by the formulas alone.
+    take them, and adaptive precision needs those that fp32 has too. Scores are capped by the formulas, and
+    over whole rows by the package flash-attn, which auto does not take: it may not be there.
     """
     if job.model.attention_softcap is not None:
-        return ["math"]
+        packaged = device == "cuda" and cp == 1 and "flash-attn" in _on_cuda(job)
+        return ["math", "flash-attn"] if packaged else ["math"]
     if device == "cpu":
         return ["flash", "math"]
     without: set[Backend] = {"flash-attn"} if cp > 1 else set()

@@ -6,7 +6,8 @@ Each takes documents and windows (``models.layers.document_mask``) in its own wa
   back. It computes no masked score. Rows are laid end to end, one sequence per document.
 - The others add a mask to all scores, ``[row, row]`` per row of the batch. cuDNN takes none.
 
-Scores are capped (``models.layers.softcap``) by the formulas alone, ``math``, with all scores in memory.
+Scores are capped (``models.layers.softcap``) by the formulas, ``math``, with all scores in memory, and by the
+package flash-attn.
 
 Masks and starts of documents are made once per micro-batch, not per layer.
 """
@@ -33,7 +34,9 @@ RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Ten
 """See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
-NO_CAP = "kernels.attention: saw {}, which caps no scores (model.attention_softcap); use auto or math"
+NO_CAP = (
+    "kernels.attention: saw {}, which caps no scores (model.attention_softcap); use auto, math or flash-attn"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +138,12 @@ def attention_kernel(
         compiled: whether torch.compile traces the caller.
         softcap: bound of scores; None: there is none.
     """
+    if backend == "flash-attn":
+        return _flash_attn_kernel(compiled, softcap)
     if softcap is not None:
         if backend != "math":
             raise LayoutError(NO_CAP.format(backend))
         return capped_kernel(softcap)
-    if backend == "flash-attn":
-        return _flash_attn_kernel(compiled)
     masked = _torch_kernel(backend)
     if backend != "flash":
         return masked
@@ -252,8 +255,8 @@ def _from_flash_layout(out: Tensor, row: int) -> Tensor:
     return (out.unflatten(0, (-1, row)) if out.dim() == 3 else out).transpose(1, 2)
 
 
-def _flash_attn_kernel(compiled: bool) -> RowAttention:
-    """FlashAttention from its authors' package (Dao 2023)."""
+def _flash_attn_kernel(compiled: bool, softcap: float | None = None) -> RowAttention:
+    """FlashAttention from its authors' package (Dao 2023), which caps scores from 2.6 on."""
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
@@ -261,13 +264,16 @@ def _flash_attn_kernel(compiled: bool) -> RowAttention:
             f"kernels.attention: saw flash-attn, which is not installed; {install_extra('flash')}"
         ) from error
 
+    capped = {} if softcap is None else {"softcap": softcap}
+
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         row, sides = q.size(-2), (-1, -1) if window is None else (window - 1, 0)
         heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
+        how: dict[str, Any] = {"causal": True, "window_size": sides, **capped}
         if starts is None:
-            out: Tensor = flash_attn_func(*heads, causal=True, window_size=sides)
+            out: Tensor = flash_attn_func(*heads, **how)
         else:
-            out = flash_attn_varlen_func(*heads, starts, starts, row, row, causal=True, window_size=sides)
+            out = flash_attn_varlen_func(*heads, starts, starts, row, row, **how)
         return _from_flash_layout(out, row)
 
     of_documents = _with_document_starts(varied, compiled)

@@ -201,7 +201,7 @@ def casts(job: JobConfig) -> bool:
     return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
 
 
-def kept_by_kind(job: JobConfig, cp: int = 1) -> dict[RecomputeKind, float]:
+def kept_by_kind(job: JobConfig, cp: int) -> dict[RecomputeKind, float]:
     """Bytes per token that a block keeps for backward, by the treatment of its activations.
 
     Under autocast the residual stream stays wide, and every projection casts its own input.

@@ -114,6 +114,9 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
                 {"kernels": {"norm": "compiled", "activation": "compiled"}},
                 {"recompute": "full"},
                 {"recompute": "int8"},
+                {"model": FAMILIES["gemma2"], "data": {"document_masks": True}, "precision": "bf16"},
+                {"model": FAMILIES["gemma3"], "kernels": {"loss": "linear", "projections": "fused"}},
+                {"model": {"rope_scaling": {"type": "yarn", "factor": 2.0}, "partial_rotary_factor": 0.5}},
             )
         ),
     ],
@@ -122,7 +125,7 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
 def test_every_way_to_compute_a_block_is_one_graph(counting: Counting, sections: dict[str, Any]) -> None:
     given = dict(sections)
     layout = Layout(micro_batch=2, recompute=given.pop("recompute", "none"))
-    applied = passes(job_of({"layers": 3}, **given), layout)
+    applied = passes(job_of({"layers": 3, **given.pop("model", {})}, **given), layout)
     assert "3 blocks compiled, each as one graph" in applied
 
 

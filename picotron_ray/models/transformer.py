@@ -9,20 +9,22 @@ Nothing here knows of a mesh. These properties make it cuttable:
 
 Blocks and norms are those of the family's ``modules.py``, which has two functions:
 
-- ``block(config, kernel)``: a module of hidden states ``[batch, seq, hidden]``, a mixture's weights of rows
-  and numbers of documents, with ``attention`` and ``mlp`` inside.
+- ``block(config, kernel, layer)``: a module of hidden states ``[batch, seq, hidden]``, a mixture's weights of
+  rows and numbers of documents, with ``attention`` and ``mlp`` inside.
 - ``norm(config)``: the norm before the head.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import ModelConfig
-from picotron_ray.models.layers.attention import AttentionKernel, sdpa
+from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.layers.attention import AttentionKernel, sdpa, softcapped
 from picotron_ray.models.layers.block import PreNormBlock
 from picotron_ray.models.layers.lm_head import Head
 from picotron_ray.models.layers.positions import Positions
@@ -32,7 +34,7 @@ from picotron_ray.models.layers.rms_norm import RMSNorm, closed_added_norm
 class FamilyModules(Protocol):
     """A family's ``modules.py``."""
 
-    def block(self, config: ModelConfig, kernel: AttentionKernel) -> nn.Module: ...
+    def block(self, config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> nn.Module: ...
 
     def norm(self, config: ModelConfig) -> nn.Module: ...
 
@@ -50,7 +52,8 @@ class Transformer(nn.Module):
         config: the uncut model.
         first_layer, last_layer: half-open range of absolute layer numbers; None: to the end.
         embed, head: whether this part holds the embedding, and the final norm and head.
-        attention: kernel ``(q, k, v, documents, window) → out`` as :func:`sdpa`.
+        attention: kernel ``(q, k, v, documents, window) → out`` as :func:`sdpa`; None: that, or with
+            ``attention_softcap`` one that caps scores.
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
@@ -70,20 +73,23 @@ class Transformer(nn.Module):
         last_layer: int | None = None,
         embed: bool = True,
         head: bool = True,
-        attention: AttentionKernel = sdpa,
+        attention: AttentionKernel | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         modules = modules_of(config)
         last = config.layers if last_layer is None else last_layer
+        cap = config.attention_softcap
+        kernel = attention or (sdpa if cap is None else softcapped(cap))
+        self.embedding_times = math.sqrt(config.hidden_size) if family_of(config).scaled_embedding else 1.0
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if embed else None
         rows = config.max_positions if embed else None
         self.positions = None if rows is None else Positions(rows, config.hidden_size)
         self.layers = nn.ModuleDict(
-            {str(i): modules.block(config, attention) for i in range(first_layer, last)}
+            {str(i): modules.block(config, kernel, i) for i in range(first_layer, last)}
         )
         self.norm = modules.norm(config) if head else None
-        self.head = Head(config.hidden_size, config.vocab_size) if head else None
+        self.head = Head(config.hidden_size, config.vocab_size, config.logit_softcap) if head else None
         self.tie()
 
     def tie(self) -> None:
@@ -110,6 +116,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
+            if self.embedding_times != 1.0:
+                x = x * self.embedding_times
         if self.positions is not None:
             x = self.positions(x)
         for layer in self.layers.values():

@@ -163,7 +163,9 @@ def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[
 def _attention_kernel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     modules = named_modules(model, plan.attention.modules)
     if modules:
-        kernel = attention_kernel(plan.attention.backend, compiled=plan.compiled)
+        kernel = attention_kernel(
+            plan.attention.backend, compiled=plan.compiled, softcap=plan.attention.softcap
+        )
         for module in modules:
             module.kernel = kernel
         yield str(plan.attention)
@@ -186,7 +188,7 @@ def _linear_loss(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]
     tp = mesh.group("tp")
     for head in heads:
         first = chunk(head.out_features, tp.size(), tp.rank())[0] if tp is not None else 0
-        head.losses = LinearCrossEntropy(plan.loss_chunk, tp, first)
+        head.losses = LinearCrossEntropy(plan.loss_chunk, tp, first, head.softcap)
     yield f"linear cross-entropy of {plan.loss_chunk} tokens at a time"
 
 

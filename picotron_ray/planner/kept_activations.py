@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.kernels import attention_masks, norm_kernel
+from picotron_ray.config.support.kernels import attention_masks, norm_kernel, windowed
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, RecomputeKind
@@ -86,7 +87,7 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
 
     Tensor parallelism cuts all of it where it comes with sequence parallelism, but for `_whole`.
     """
-    sizes, of, item = sizes_of(job.model), kept_by_kind(job), COMPUTE_BYTES[job.precision]
+    sizes, of, item = sizes_of(job.model), kept_by_kind(job, layout.cp), COMPUTE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     whole = {} if layout.offload_activations else _whole(job, layout)
@@ -181,12 +182,14 @@ def _neighbours(layout: Layout, rank: int) -> tuple[int, int]:
 def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
     """Bytes of attention masks kept for backward: whole rows squared, one for all blocks of a stage.
 
-    There is a document mask for every row and every micro-batch in flight, and one window mask. Kernels that
-    are told where documents start need no mask. Where cp cuts rows, masks are made per tile and not kept.
+    There is a document mask for every row and every micro-batch in flight, and one window mask. Where some
+    blocks have no window there are two of each. Kernels that are told where documents start need no mask.
+    Where cp cuts rows, masks are made per tile and not kept.
     """
     if not attention_masks(job, layout.cp):
         return 0.0
-    one = job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
+    kinds = 2 if job.data.document_masks and windowed(job) and job.model.full_attention_every else 1
+    one = kinds * job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
     if not job.data.document_masks:
         return float(one)
     rows = layout.widest_rows(job.data.global_batch)
@@ -198,12 +201,12 @@ def casts(job: JobConfig) -> bool:
     return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
 
 
-def kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
+def kept_by_kind(job: JobConfig, cp: int) -> dict[RecomputeKind, float]:
     """Bytes per token that a block keeps for backward, by the treatment of its activations.
 
     Under autocast the residual stream stays wide, and every projection casts its own input.
     """
-    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    sizes, item, scores = sizes_of(job.model), COMPUTE_BYTES[job.precision], score_bytes(job, cp)
     wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
@@ -211,11 +214,41 @@ def kept_by_kind(job: JobConfig) -> dict[RecomputeKind, float]:
     if casts(job) and job.kernels.projections == "separate":
         whole += sizes.recast
     return {
-        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job),
+        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job) + scores.kept,
         "full": sizes.hidden * item + wider,
-        "selective": sizes.products * item + wider,
-        "int8": _packed(job, whole),
+        "selective": sizes.products * item + wider + scores.products,
+        "int8": _packed(job, whole) + scores.kept / item * ACTIVATION_8BIT_BYTES,
     }
+
+
+class ScoreBytes(NamedTuple):
+    """Bytes per token of attention scores that are in memory, of a block.
+
+    Fields:
+        kept: for backward: capped, softmax's, which is wide, and that cast for the product with values.
+        products: of matrix products alone.
+        at_work: their gradients, while a block's backward pass runs.
+    """
+
+    kept: float = 0.0
+    products: float = 0.0
+    at_work: float = 0.0
+
+
+def score_bytes(job: JobConfig, cp: int) -> ScoreBytes:
+    """Bytes of scores that are capped by the formulas; other kernels are taken to keep none.
+
+    Over parts of rows (``cp``) they are made again in the backward pass.
+    """
+    model, item = job.model, COMPUTE_BYTES[job.precision]
+    capped = model.builder is None and model.attention_softcap is not None
+    if not capped or job.kernels.attention == "flash-attn":
+        return ScoreBytes()
+    each, wide = float(model.heads * job.data.sequence_length), max(4, item)
+    narrow = item if item < wide else 0
+    if cp > 1:
+        return ScoreBytes(at_work=2 * each * wide / cp)
+    return ScoreBytes(each * (item + wide + narrow), each * item, each * (wide + narrow))
 
 
 def _packed(job: JobConfig, values: float) -> float:
@@ -270,7 +303,7 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Reco
     """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
     if not layout.offload_activations:
         return 0.0
-    of = kept_by_kind(job)
+    of = kept_by_kind(job, layout.cp)
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
     held = sum(of[kind] * number for kind, number in _by_kind(again).items())

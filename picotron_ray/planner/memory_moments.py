@@ -29,6 +29,7 @@ from picotron_ray.planner.kept_activations import (
     casts,
     in_flight,
     mask_bytes,
+    score_bytes,
     stage_end_bytes,
 )
 from picotron_ray.planner.model_sizes import sizes_of
@@ -149,7 +150,8 @@ def rank_moments(
         depth=depth,
         flying=flying,
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
-        at_work=tokens / cut * sizes.at_work * item + _largest_matrix(job, layout) * (item + narrow),
+        at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.cp).at_work)
+        + _largest_matrix(job, layout) * (item + narrow),
         head_copy=head * item if casts(job) else 0.0,
         logits=logit_bytes(job, layout, tokens, head * (item + narrow), flying) if head else HeadBytes(),
         ends=embed * wide + tokens / cut * sizes.hidden * wide if embed else 0.0,
@@ -161,19 +163,22 @@ def rank_moments(
 def logit_bytes(job: JobConfig, layout: Layout, tokens: float, weight: float, flying: float) -> HeadBytes:
     """Bytes of logits when they are made, when the loss is, and when the head's gradient (``weight``) is.
 
-    In a pipeline a micro-batch keeps its softmax and its output until its backward pass.
+    In a pipeline a micro-batch keeps its softmax and its output until its backward pass. Capped logits are a
+    further copy, wide.
     """
     sizes, item, wide = sizes_of(job.model), COMPUTE_BYTES[job.precision], STATE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
     narrow = item if item < wide else 0
     inputs = tokens * sizes.hidden * item
+    capped = wide if job.model.builder is None and job.model.logit_softcap is not None else 0
     if job.kernels.loss == "linear":
-        one = min(tokens, job.kernels.loss_chunk) * sizes.vocabulary / cut * (wide + narrow)
+        one = min(tokens, job.kernels.loss_chunk) * sizes.vocabulary / cut * (wide + narrow + capped)
         return HeadBytes(one, one, one + inputs + weight)
     one = tokens * sizes.vocabulary / cut
     waiting = 0.0
     if layout.pp > 1:
         waiting = one * ((wide + item) * (flying if layout.virtual_stages == 1 else 1.0) - wide)
+    waiting += one * capped * (flying if layout.pp > 1 else 1.0)
     made = waiting + one * (item + narrow)
     loss = waiting + one * (2 * wide + narrow if cut > 1 else 3 * wide)
     return HeadBytes(made, loss, made + inputs + weight)

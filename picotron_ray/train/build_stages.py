@@ -96,6 +96,7 @@ def _stage_plan(
         attention_backend(job, device, layout),
         job.data.sequence_length,
         job.model.sliding_window if windowed(job) else None,
+        job.model.attention_softcap,
     )
     problem = overlap_problem(job, device.type)
     if problem:

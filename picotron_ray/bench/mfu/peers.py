@@ -86,7 +86,7 @@ def _torchtitan_problem(base: Setting) -> str:
     if job.precision not in ("fp32", "bf16"):
         return f"it trains in fp32 or bf16, saw precision={job.precision}"
     if _no_llama(job.model):
-        return "its Llama 3 has no such heads, biases, norms or window"
+        return "its Llama 3 has no such heads, biases, norms or window, nor such positions"
     if job.cluster.device == "cuda" and job.model.head_size < FLEX_HEAD:
         return f"its flex attention takes heads of {FLEX_HEAD} and more on CUDA, saw {job.model.head_size}"
     if layout.recompute not in ("none", "full"):
@@ -113,4 +113,6 @@ def _uneven(base: Setting) -> str:
 def _no_llama(model: ModelConfig) -> bool:
     """Whether blocks are others than Llama's."""
     other_heads = model.head_size * model.heads != model.hidden_size
-    return any((model.family != "llama", other_heads, model.qkv_bias, model.qk_norm, model.sliding_window))
+    other_positions = model.rope_scaling.type != "llama3" or model.partial_rotary_factor != 1.0
+    others = (other_heads, other_positions, model.qkv_bias, model.qk_norm, model.sliding_window)
+    return model.family != "llama" or any(others)

@@ -52,11 +52,19 @@ class MoeConfig(Section):
     )
 
 
-class RopeScaling(Section):
-    """Llama 3's scaling of rotary positions (Dubey et al. 2024).
+RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
 
-    A frequency whose wavelength is above ``original_length / low_frequency_factor`` tokens is divided by
-    ``factor``. One below ``original_length / high_frequency_factor`` is left. Between the two is a ramp.
+
+class RopeScaling(Section):
+    """Stretching of rotary positions over rows longer than those of the first training.
+
+    - ``llama3`` (Dubey et al. 2024): a frequency whose wavelength is above ``original_length /
+      low_frequency_factor`` tokens is divided by ``factor``. One below ``original_length /
+      high_frequency_factor`` is left. Between the two is a ramp.
+    - ``linear`` (Chen et al. 2023): every frequency is divided by ``factor``.
+    - ``dynamic`` (NTK-aware): the base grows once a row is longer than ``original_length``.
+    - ``yarn`` (Peng et al. 2023): as llama3, by the turns within ``original_length``, with another ramp, and
+      attention is made sharper.
 
     Example::
 
@@ -68,10 +76,32 @@ class RopeScaling(Section):
             original_length: 8192
     """
 
+    type: RopeType = Field(
+        default="llama3",
+        description="llama3, slow frequencies are divided; linear, all are; dynamic, the base grows with the"
+        " row (NTK); yarn, by the turns within the original length, and attention is made sharper",
+    )
     factor: float = Field(default=1.0, ge=1, description="divisor of slow frequencies; 1: no scaling")
-    low_frequency_factor: float = Field(default=1.0, gt=0, description="where scaling is full")
-    high_frequency_factor: float = Field(default=4.0, gt=0, description="where scaling begins")
+    low_frequency_factor: float = Field(default=1.0, gt=0, description="llama3: where scaling is full")
+    high_frequency_factor: float = Field(default=4.0, gt=0, description="llama3: where scaling begins")
     original_length: int = Field(default=8192, ge=1, description="tokens per row in the first training")
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="yarn: turns within the original length from which a frequency stays"
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="yarn: turns within the original length below which it is divided"
+    )
+    attention_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="yarn: what cosine and sine are multiplied by; null: 0.1 ln(factor) + 1",
+    )
+    truncate: bool = Field(default=True, description="yarn: the ramp begins and ends at whole pairs")
+
+
+def rotary_width(head: int, part: float) -> int:
+    """Elements of a head of so many that turn, where a part of it does; rounded down."""
+    return int(head * part)
 
 
 class ModelConfig(Section):
@@ -112,10 +142,41 @@ class ModelConfig(Section):
         ge=1,
         description="tokens that a token sees, itself included (Mistral); null: all before it",
     )
+    full_attention_every: int | None = Field(
+        default=None,
+        ge=2,
+        description="gemma2, gemma3: every so many blocks one sees all tokens before it, whatever"
+        " sliding_window says; null: none does",
+    )
+    query_pre_attn_scalar: int | None = Field(
+        default=None,
+        ge=1,
+        description="gemma2, gemma3: scores are divided by its root; null: by that of the head's width",
+    )
+    attention_softcap: float | None = Field(
+        default=None,
+        gt=0,
+        description="gemma2: bound that attention scores come near to, cap x tanh(score / cap); null: none",
+    )
+    logit_softcap: float | None = Field(
+        default=None, gt=0, description="gemma2, gemma3: the same of the output's logits; null: none"
+    )
     rope_scaling: RopeScaling = Field(
-        default_factory=RopeScaling, description="stretching of the rotary positions (Llama 3)"
+        default_factory=RopeScaling,
+        description="stretching of the rotary positions (Llama 3, linear, dynamic NTK, YaRN)",
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_local_theta: float | None = Field(
+        default=None,
+        gt=0,
+        description="gemma3: base of the unstretched frequencies of blocks with a window; null: as all",
+    )
+    partial_rotary_factor: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of each head that turns, from its beginning (Phi, GPT-NeoX)",
+    )
     max_positions: int | None = Field(
         default=None, ge=1, description="gpt2: rows of the table of learned positions, its longest sequence"
     )

@@ -23,8 +23,12 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
     Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
-    take them, and adaptive precision needs those that fp32 has too.
+    take them, and adaptive precision needs those that fp32 has too. Scores are capped by the formulas, and
+    over whole rows by the package flash-attn, which auto does not take: it may not be there.
     """
+    if job.model.attention_softcap is not None:
+        packaged = device == "cuda" and cp == 1 and "flash-attn" in _on_cuda(job)
+        return ["math", "flash-attn"] if packaged else ["math"]
     if device == "cpu":
         return ["flash", "math"]
     without: set[Backend] = {"flash-attn"} if cp > 1 else set()
@@ -59,6 +63,7 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
         "context parallelism": cp > 1,
         "document masks": job.data.document_masks,
         "a sliding window": cuda and windowed(job),
+        "scores that are capped": job.model.attention_softcap is not None,
         f"heads of {heads}": cuda and heads % 8 > 0,
     }
     where = " and ".join(words for words, met in said.items() if met)
@@ -72,7 +77,7 @@ def attention_masks(job: JobConfig, cp: int) -> bool:
     if cp > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
         return False
     asked = job.kernels.attention
-    if asked == "auto" and job.cluster.device == "cuda":
+    if asked == "auto" and (job.cluster.device == "cuda" or job.model.attention_softcap is not None):
         asked = attention_backends(job, "cuda", cp)[0]
     # flash-attn and CUDA's flash are told where documents start and how far a query looks back
     return asked != "flash-attn" and (asked != "flash" or job.cluster.device != "cuda")

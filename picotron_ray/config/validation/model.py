@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig, RopeScaling, RopeType, rotary_width
 from picotron_ray.models.families.registry import family_of
 
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
@@ -60,14 +60,56 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             " rotary positions need an even head size",
             ("model.heads", "model.head_dim"),
         )
-    scaling = model.rope_scaling
-    if scaling.high_frequency_factor <= scaling.low_frequency_factor:
-        yield Problem(
-            "model.rope_scaling.high_frequency_factor",
-            f"saw {scaling.high_frequency_factor:g}, expected more than"
-            f" low_frequency_factor={scaling.low_frequency_factor:g}",
-            ("model.rope_scaling.low_frequency_factor",),
+
+
+OF_TYPE: dict[RopeType, tuple[str, ...]] = {
+    "llama3": ("low_frequency_factor", "high_frequency_factor"),
+    "linear": (),
+    "dynamic": (),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""Keys of ``model.rope_scaling`` that one type alone has."""
+
+
+def _rope(job: JobConfig) -> Iterator[Problem]:
+    """Keys of rotary positions that do not go together."""
+    model, scaling, plain = job.model, job.model.rope_scaling, RopeScaling()
+    at, of_type = "model.rope_scaling", f"model.rope_scaling.type={scaling.type}"
+    if model.builder is not None:
+        return
+    others = {key for keys in OF_TYPE.values() for key in keys} - set(OF_TYPE[scaling.type])
+    others |= {"original_length"} if scaling.type == "linear" else set()
+    for key in RopeScaling.model_fields:
+        if key in others and getattr(scaling, key) != getattr(plain, key):
+            yield Problem(
+                f"{at}.{key}", f"saw a value with {of_type}, which has none; drop it", (f"{at}.type",)
+            )
+    if scaling.type in ("linear", "yarn") and scaling.factor == 1.0:
+        text = f"saw 1 with {of_type}, which stretches nothing; expected more, or drop the type"
+        yield Problem(f"{at}.factor", text, (f"{at}.type",))
+    for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
+        least, most = getattr(scaling, low), getattr(scaling, high)
+        if most <= least and high in OF_TYPE[scaling.type]:
+            text = f"saw {most:g}, expected more than {low}={least:g}"
+            yield Problem(f"{at}.{high}", text, (f"{at}.{low}",))
+    if scaling.type == "yarn" and model.rope_theta <= 1.0:
+        text = f"saw {model.rope_theta:g} with {of_type}, expected more than 1"
+        yield Problem("model.rope_theta", text, (f"{at}.type",))
+    yield from _turned_width(model)
+
+
+def _turned_width(model: ModelConfig) -> Iterator[Problem]:
+    """Parts of heads that rotary positions cannot turn; whole heads are judged with the heads."""
+    width = rotary_width(model.head_size, model.partial_rotary_factor)
+    if model.rope_scaling.type == "dynamic" and width == 2:
+        text = "saw dynamic where 2 elements of a head turn, whose base nothing moves; expected another type"
+        yield Problem("model.rope_scaling.type", text, ("model.head_dim", "model.partial_rotary_factor"))
+    if model.partial_rotary_factor != 1.0 and (width < 2 or width % 2):
+        text = (
+            f"saw {model.partial_rotary_factor:g} with heads of {model.head_size}, of which {width} would"
+            " turn; expected a share that is an even number"
         )
+        yield Problem("model.partial_rotary_factor", text, ("model.head_dim", "model.hidden_size"))
 
 
 def _family(job: JobConfig) -> Iterator[Problem]:
@@ -137,6 +179,7 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _builder,
     _model,
+    _rope,
     _family,
     _moe,
     _data,

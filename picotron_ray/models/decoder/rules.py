@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
 
+MIXED = (
+    "full_attention_every",
+    "query_pre_attn_scalar",
+    "attention_softcap",
+    "logit_softcap",
+    "rope_local_theta",
+)
+"""Keys of Gemma alone."""
+
+
 def untaken(model: ModelConfig, keys: Sequence[str]) -> Iterator[Problem]:
     """Keys with a value that a family has no use for."""
     for key in keys:
@@ -24,3 +34,11 @@ def unlearned_positions(model: ModelConfig) -> Iterator[Problem]:
     if model.max_positions is not None:
         saw = f"saw {model.max_positions} with model.family={model.family}"
         yield Problem("model.max_positions", f"{saw}, whose positions are rotary; drop it", ("model.family",))
+
+
+def mixed_windows(model: ModelConfig) -> Iterator[Problem]:
+    """Blocks that see whole rows, where all do."""
+    every = model.full_attention_every
+    if every is not None and model.sliding_window is None:
+        text = f"saw {every} without model.sliding_window, so that every block sees whole rows; drop it"
+        yield Problem("model.full_attention_every", text, ("model.sliding_window",))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from picotron_ray.models.parameters import ParameterSpec
@@ -127,6 +127,31 @@ def decoder_sizes(
         recast=recast,
         rms_normed=rms_normed,
         block_products=_products(model, hidden_layer),
+    )
+
+
+def both_norms_sizes(
+    model: ModelConfig, table: Callable[[ModelConfig], Iterable[ParameterSpec]], *, normed: int
+) -> ModelSizes:
+    """Sizes of a decoder whose blocks norm before and after attention and SwiGLU.
+
+    Args:
+        table: parameters of a model.
+        normed: elements per token of q and k that are normed too, of all heads.
+    """
+    shared, hidden = attention_sizes(model), model.hidden_size
+    attention = replace(
+        shared,
+        activations=shared.activations + 2 * hidden + normed,  # what comes out before its norm
+        pointwise=shared.pointwise + 4 * hidden + 2 * normed,
+    )
+    return decoder_sizes(
+        model,
+        table(with_one_block(model)),
+        attention,
+        swiglu_sizes(model),
+        recast=3 * hidden,  # k and v after q, up after gate
+        rms_normed=4 * hidden + normed,
     )
 
 

@@ -35,6 +35,11 @@ def norm(
     return ParameterSpec(name, (size,), layer, part, tp_dim, False, None)
 
 
+def offset_norm(name: str, size: int, *, layer: int | None = None, part: Part = "block") -> ParameterSpec:
+    """The weight of a norm that multiplies by 1 + weight ``[size]``: it begins as zeros."""
+    return ParameterSpec(name, (size,), layer, part, None, False, 0.0)
+
+
 def bias(
     name: str, size: int, tp_dim: int | None, layer: int | None = None, part: Part = "block"
 ) -> ParameterSpec:
@@ -75,6 +80,22 @@ def swiglu(config: ModelConfig, layer: int, at: str, inner: int) -> Specs:
         matrix(f"{at}.gate.weight", (inner, hidden), 0, std, layer=layer),
         matrix(f"{at}.up.weight", (inner, hidden), 0, std, layer=layer),
         matrix(f"{at}.down.weight", (hidden, inner), 1, out_std(config), layer=layer),
+    ]
+
+
+def both_norms_block(config: ModelConfig, layer: int, *, head_norms: bool) -> Specs:
+    """A block with offset norms before and after attention and SwiGLU, and if asked of each head of q, k."""
+    at, hidden = f"layers.{layer}", config.hidden_size
+    of_heads = ("q_norm", "k_norm") if head_norms else ()
+    return [
+        offset_norm(f"{at}.attention_norm.weight", hidden, layer=layer),
+        *projections(config, layer, biased=False),
+        output_projection(config, layer),
+        *(offset_norm(f"{at}.attention.{name}.weight", config.head_size, layer=layer) for name in of_heads),
+        offset_norm(f"{at}.post_attention_norm.weight", hidden, layer=layer),
+        offset_norm(f"{at}.mlp_norm.weight", hidden, layer=layer),
+        *swiglu(config, layer, f"{at}.mlp", config.intermediate_size),
+        offset_norm(f"{at}.post_mlp_norm.weight", hidden, layer=layer),
     ]
 
 

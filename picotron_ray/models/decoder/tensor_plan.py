@@ -40,6 +40,11 @@ ATTENTION: TensorPlan = (
     ("layers.*.attention.wo", "rowwise"),
 )
 NORMS: TensorPlan = (("layers.*.attention_norm", "sequence"), ("layers.*.mlp_norm", "sequence"))
+POST_NORMS: TensorPlan = (
+    ("layers.*.post_attention_norm", "sequence"),
+    ("layers.*.post_mlp_norm", "sequence"),
+)
+HEAD_NORMS: TensorPlan = (("layers.*.attention.q_norm", "whole"), ("layers.*.attention.k_norm", "whole"))
 SWIGLU: TensorPlan = (
     ("layers.*.mlp", "gather_input"),
     ("layers.*.mlp.gate", "colwise"),

@@ -40,6 +40,7 @@ class Family:
         compiled_functions: functions that can be compiled by themselves, by the key of ``kernels`` that asks
             for it: (modules, their field).
         huggingface: its checkpoints in Hugging Face's format.
+        scaled_embedding: whether what the embedding gives is multiplied by the root of the hidden size.
     """
 
     summary: str
@@ -52,3 +53,4 @@ class Family:
     fused_modules: Callable[[ModelConfig], tuple[str, ...]]
     compiled_functions: Callable[[ModelConfig], Mapping[str, tuple[str, str]]]
     huggingface: HuggingFaceMapping
+    scaled_embedding: bool = False

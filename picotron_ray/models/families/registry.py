@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from picotron_ray.models.families.family import Family
+from picotron_ray.models.families.gemma2.family import GEMMA2
+from picotron_ray.models.families.gemma3.family import GEMMA3
 from picotron_ray.models.families.gpt2.family import GPT2
 from picotron_ray.models.families.llama.family import LLAMA
 from picotron_ray.models.families.olmo2.family import OLMO2
@@ -16,8 +18,14 @@ from picotron_ray.models.parameters import ParameterSpec
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-FamilyName = Literal["llama", "gpt2", "olmo2"]
-FAMILIES: dict[FamilyName, Family] = {"llama": LLAMA, "gpt2": GPT2, "olmo2": OLMO2}
+FamilyName = Literal["llama", "gpt2", "olmo2", "gemma2", "gemma3"]
+FAMILIES: dict[FamilyName, Family] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+}
 
 assert set(FAMILIES) == set(get_args(FamilyName))
 

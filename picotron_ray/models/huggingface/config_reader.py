@@ -58,6 +58,10 @@ class Keys:
             raise ConfigError(f"config.json: {self._inside}{key} is missing")
         return found
 
+    def has(self, key: str) -> bool:
+        """Whether a value is said, and not null."""
+        return self._values.get(key) is not None
+
     def whole(self, key: str) -> int:
         """A whole number of at least 1."""
         found = self.get(key)

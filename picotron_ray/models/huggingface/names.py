@@ -9,6 +9,7 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.models.families.registry import family_of
 from picotron_ray.models.huggingface.config import BY_ARCHITECTURE, DEFAULTS
 from picotron_ray.models.huggingface.mapping import Held
+from picotron_ray.models.huggingface.rope import fixed_length
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
@@ -76,6 +77,6 @@ def hf_config(
     mapping = BY_ARCHITECTURE[architecture]
     named = {"architectures": [architecture], "model_type": mapping.model_types[architecture], "dtype": dtype}
     found = {**named, **mapping.config(model, architecture, length)}
-    if imported is not None and _LONGEST in found:
+    if imported is not None and _LONGEST in found and fixed_length(model) is None:
         found[_LONGEST] = max(length, imported.get(_LONGEST, DEFAULTS[architecture][_LONGEST]))
     return {**found, **kept}

@@ -8,6 +8,7 @@ recomputation runs a forward again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.layers.document_mask import seen_in_row
 from picotron_ray.models.layers.fused_linear import FusedLinear
 from picotron_ray.models.layers.rope import Rope, rotate
+from picotron_ray.models.layers.softcap import capped_attention
 from picotron_ray.models.parameters import SequenceShard
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
@@ -54,6 +56,23 @@ def _window_mask(row: int, window: int, device: torch.device) -> Tensor:
         return seen_in_row(row, None, window, device)
 
 
+def softcapped(cap: float) -> AttentionKernel:
+    """Make attention as :func:`sdpa`, whose scores are capped (`models.layers.softcap`)."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        return capped_attention(q, k, v, seen_in_row(q.size(-2), documents, window, q.device), cap)
+
+    return attend
+
+
+def query_times(config: ModelConfig) -> float:
+    """Return what turns the kernel's 1 / sqrt(head) into 1 / sqrt(``model.query_pre_attn_scalar``)."""
+    scalar = config.query_pre_attn_scalar
+    return 1.0 if scalar is None or scalar == config.head_size else math.sqrt(config.head_size / scalar)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention.
 
@@ -62,6 +81,8 @@ class Attention(nn.Module):
         rope: rotary positions; None: nothing turns.
         biased, out_biased: whether the q, k and v projections, and that of the output, have biases.
         q_norm, k_norm: norms of each head of q and k, before they are turned; None: there is none.
+        whole: whether a token sees all tokens before it, whatever ``sliding_window`` of the config says.
+        query_times: what queries are multiplied by, besides the kernel's 1 / sqrt(head).
 
     Fields:
         kernel: as above; parallelism replaces it.
@@ -79,12 +100,15 @@ class Attention(nn.Module):
         out_biased: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        whole: bool = False,
+        query_times: float = 1.0,
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.head_size = config.head_size
         self.rope = rope
-        self.window = config.sliding_window
+        self.window = None if whole else config.sliding_window
+        self.query_times = query_times
         self.kernel = kernel
         self.shard: SequenceShard | None = None
         self.fused_linear: FusedLinear | None = None
@@ -113,6 +137,8 @@ class Attention(nn.Module):
         # norms are in a wider type than products under autocast, and kernels take one type, that of products
         q = rotate(self.normed(q, self.q_norm).transpose(1, 2), self.rope, self.shard).to(v.dtype)
         k = rotate(self.normed(k, self.k_norm).transpose(1, 2), self.rope, self.shard).to(v.dtype)
+        if self.query_times != 1.0:
+            q = q * self.query_times
         window = self.window if self.window is not None and self.window < q.size(2) else None
         out = self.kernel(q, k, v, documents, window)
         return self.wo(out.transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Pointwise functions of tensors alone: a residual sum with the norm after it, and SwiGLU's gate.
+"""Pointwise functions of tensors alone: a residual sum with the norm after it, and gates of hidden layers.
 
 Torch has no operator for them. A compiler can make each one kernel, which all blocks then share.
 """
@@ -27,3 +27,8 @@ def added_norm(
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020)."""
     return F.silu(gate) * up
+
+
+def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` (GeGLU, Shazeer 2020), the tanh form of GELU (Hendrycks & Gimpel 2016)."""
+    return F.gelu(gate, approximate="tanh") * up

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -66,6 +67,18 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         assert self.eps is not None
         return closed_form(x, self.weight, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, so that weights begin at zero (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` → the same."""
+        weight = 1 + self.weight
+        if not self.closed:
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        assert self.eps is not None
+        return closed_form(x, weight, self.eps)
 
 
 def closed_added_norm(

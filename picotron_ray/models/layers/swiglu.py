@@ -1,4 +1,4 @@
-"""The gated hidden layer of a block: ``down(silu(gate x) * up x)`` (Shazeer 2020)."""
+"""The gated hidden layer of a block: ``down(silu(gate x) * up x)``, or GELU's (Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class SwiGLU(nn.Module):
     """In two halves, so that a mixture of experts can hide communication behind each.
 
     Fields:
-        activation: see `models.layers.pointwise.silu_gate`.
+        activation: see `models.layers.pointwise`.
         fused_linear: computes gate and up together; None: each computes itself.
     """
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, activation: Gate = silu_gate) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
-        self.activation: Gate = silu_gate
+        self.activation = activation
         self.fused_linear: FusedLinear | None = None
 
     def fuse(self, as_one: bool = True) -> None:

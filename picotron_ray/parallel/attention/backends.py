@@ -6,6 +6,9 @@ Each takes documents and windows (``models.layers.document_mask``) in its own wa
   back. It computes no masked score. Rows are laid end to end, one sequence per document.
 - The others add a mask to all scores, ``[row, row]`` per row of the batch. cuDNN takes none.
 
+Scores are capped (``models.layers.softcap``) by the formulas, ``math``, with all scores in memory, and by the
+package flash-attn.
+
 Masks and starts of documents are made once per micro-batch, not per layer.
 """
 
@@ -24,12 +27,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError, install_extra
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
+from picotron_ray.models.layers.softcap import capped_attention
 from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
 RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 """See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers."""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
+NO_CAP = (
+    "kernels.attention: saw {}, which caps no scores (model.attention_softcap); use auto, math or flash-attn"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +47,24 @@ class AttentionPlan:
         modules: names of the attention modules, ``*`` standing for one part.
         backend: the implementation.
         length: tokens of a row.
-        window: tokens that a query sees at most; None: all.
+        window: tokens that a query sees at most, in blocks that have one; None: all.
+        softcap: bound of scores; None: there is none.
     """
 
     modules: tuple[str, ...]
     backend: Backend
     length: int
     window: int | None = None
+    softcap: float | None = None
 
     def __str__(self) -> str:
         within = f", window of {self.window}" if self.window is not None else ""
+        within += f", scores capped at {self.softcap:g}" if self.softcap is not None else ""
         return f"{self.backend} attention{within}"
 
 
 class DocumentCache:
-    """Cache of a tensor that is made from document numbers, for all layers of a micro-batch.
+    """Cache of tensors that are made from document numbers, for all layers of a micro-batch.
 
     The key is the numbers' own tensor, which a micro-batch keeps for its whole life. Another micro-batch in
     flight, or a repeated forward pass, may make the tensor again but never gets another's.
@@ -65,12 +75,14 @@ class DocumentCache:
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make
-        self._documents, self._rest, self._made = torch.empty(0), (), torch.empty(0)
+        self._documents, self._made = torch.empty(0), dict[tuple[Any, ...], Tensor]()
 
     def __call__(self, documents: Tensor, *rest: Any) -> Tensor:
-        if documents is not self._documents or rest != self._rest:
-            self._documents, self._rest, self._made = documents, rest, self._make(documents, *rest)
-        return self._made
+        if documents is not self._documents:
+            self._documents, self._made = documents, {}
+        if rest not in self._made:  # layers with a window and without are two
+            self._made[rest] = self._make(documents, *rest)
+        return self._made[rest]
 
 
 def _mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -85,7 +97,37 @@ def _window_mask(row: int, window: int, dtype: torch.dtype, device: torch.device
         return additive_mask(seen_in_row(row, None, window, device), dtype)
 
 
-def attention_kernel(backend: Backend, *, compiled: bool = False) -> RowAttention:
+def _seen(documents: Tensor, window: int | None) -> Tensor:
+    """Mask of what a query sees in its document, bool ``[batch, 1, row, row]``."""
+    return seen_in_row(documents.size(-1), documents, window, documents.device)
+
+
+@lru_cache(maxsize=4)
+def _seen_before(row: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask of what a query sees in a row, bool ``[1, 1, row, row]``, for all layers and steps."""
+    with torch.inference_mode(False):
+        return seen_in_row(row, None, window, device)
+
+
+def capped_kernel(cap: float) -> RowAttention:
+    """Kernel of capped scores, as `attention_kernel`."""
+    mask = DocumentCache(_seen)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        if documents is not None:
+            seen = mask(documents, window)
+        else:
+            seen = _seen_before(q.size(-2), window, q.device)
+        return capped_attention(q, k, v, seen, cap)
+
+    return attend
+
+
+def attention_kernel(
+    backend: Backend, *, compiled: bool = False, softcap: float | None = None
+) -> RowAttention:
     """Causal attention kernel over whole rows, by one implementation.
 
     The kernel takes ``q [batch, heads, seq, head]``, ``k, v [batch, kv_heads, seq, head]``, document numbers
@@ -94,9 +136,14 @@ def attention_kernel(backend: Backend, *, compiled: bool = False) -> RowAttentio
 
     Args:
         compiled: whether torch.compile traces the caller.
+        softcap: bound of scores; None: there is none.
     """
     if backend == "flash-attn":
-        return _flash_attn_kernel(compiled)
+        return _flash_attn_kernel(compiled, softcap)
+    if softcap is not None:
+        if backend != "math":
+            raise LayoutError(NO_CAP.format(backend))
+        return capped_kernel(softcap)
     masked = _torch_kernel(backend)
     if backend != "flash":
         return masked
@@ -208,8 +255,8 @@ def _from_flash_layout(out: Tensor, row: int) -> Tensor:
     return (out.unflatten(0, (-1, row)) if out.dim() == 3 else out).transpose(1, 2)
 
 
-def _flash_attn_kernel(compiled: bool) -> RowAttention:
-    """FlashAttention from its authors' package (Dao 2023)."""
+def _flash_attn_kernel(compiled: bool, softcap: float | None = None) -> RowAttention:
+    """FlashAttention from its authors' package (Dao 2023), which caps scores from 2.6 on."""
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
@@ -217,13 +264,16 @@ def _flash_attn_kernel(compiled: bool) -> RowAttention:
             f"kernels.attention: saw flash-attn, which is not installed; {install_extra('flash')}"
         ) from error
 
+    capped = {} if softcap is None else {"softcap": softcap}
+
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         row, sides = q.size(-2), (-1, -1) if window is None else (window - 1, 0)
         heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
+        how: dict[str, Any] = {"causal": True, "window_size": sides, **capped}
         if starts is None:
-            out: Tensor = flash_attn_func(*heads, causal=True, window_size=sides)
+            out: Tensor = flash_attn_func(*heads, **how)
         else:
-            out = flash_attn_varlen_func(*heads, starts, starts, row, row, causal=True, window_size=sides)
+            out = flash_attn_varlen_func(*heads, starts, starts, row, row, **how)
         return _from_flash_layout(out, row)
 
     of_documents = _with_document_starts(varied, compiled)

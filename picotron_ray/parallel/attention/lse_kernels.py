@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from picotron_ray.models.layers.softcap import softcap
+
 Forward = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -61,20 +63,30 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class MathKernel(LseKernel):
-    """Reference kernel: the formulas, with the whole score matrix in memory, on any device and dtype."""
+    """Reference kernel: the formulas, with the whole score matrix in memory, on any device and dtype.
 
-    def _scores(self, q: Tensor, k: Tensor, key_mask: KeyMask) -> Tensor:
+    Args:
+        softcap: bound of scores (``models.layers.softcap``); None: there is none.
+    """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
+
+    def _all_scores(self, q: Tensor, k: Tensor) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.size(-1))
+        return scores if self._softcap is None else softcap(scores, self._softcap)
+
+    def _visible(self, scores: Tensor, key_mask: KeyMask) -> Tensor:
         if key_mask.mask is not None:
             scores = scores.masked_fill(~key_mask.mask, float("-inf"))
         elif key_mask.causal:
-            before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            before = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~before, float("-inf"))
         return scores
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> Forward:
-        scores = self._scores(q, k, key_mask)
+        scores = self._visible(self._all_scores(q, k), key_mask)
         lse = scores.logsumexp(dim=-1)
         # -inf - (-inf) is NaN: a query without a visible key gets weights exp(-inf - 0) = 0
         weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
@@ -83,11 +95,14 @@ class MathKernel(LseKernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key_mask: KeyMask
     ) -> Gradients:
-        weights = (self._scores(q, k, key_mask) - lse.unsqueeze(-1)).exp()
+        scores = self._all_scores(q, k)
+        weights = (self._visible(scores, key_mask) - lse.unsqueeze(-1)).exp()
         dtype, scale = weights.dtype, 1 / math.sqrt(q.size(-1))
         wide = grad.to(dtype)
         share = wide @ v.to(dtype).transpose(-1, -2)
         share = weights * (share - (wide * out.to(dtype)).sum(dim=-1, keepdim=True)) * scale
+        if self._softcap is not None:
+            share = share * (1 - (scores / self._softcap).square())
         dq, dk = share @ k.to(dtype), share.transpose(-1, -2) @ q.to(dtype)
         return dq.to(q.dtype), dk.to(k.dtype), (weights.transpose(-1, -2) @ wide).to(v.dtype)
 

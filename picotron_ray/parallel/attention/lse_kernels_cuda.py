@@ -115,8 +115,14 @@ def _bias(key_mask: KeyMask, q: Tensor) -> Tensor | None:
     return bias.masked_fill_(key_mask.mask.logical_not(), float("-inf")).expand(-1, q.size(1), -1, -1)
 
 
-def lse_kernel(backend: Backend, device: torch.device) -> LseKernel:
-    """The kernel of that name with log-sum-exp; LookupError where it has none."""
+def lse_kernel(backend: Backend, device: torch.device, softcap: float | None = None) -> LseKernel:
+    """The kernel of that name with log-sum-exp; LookupError where it has none, or caps no scores.
+
+    Args:
+        softcap: bound of scores; None: there is none.
+    """
+    if softcap is not None:
+        return {"math": MathKernel}[backend](softcap)
     cpu: dict[str, type[LseKernel]] = {"math": MathKernel, "flash": CpuFlash}
     cuda: dict[str, type[LseKernel]] = {
         "math": MathKernel,

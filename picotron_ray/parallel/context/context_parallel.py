@@ -156,9 +156,14 @@ class ContextAttention:
     """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
 
     def __init__(
-        self, group: dist.ProcessGroup, variant: ContextVariant, length: int, backend: Backend
+        self,
+        group: dist.ProcessGroup,
+        variant: ContextVariant,
+        length: int,
+        backend: Backend,
+        softcap: float | None = None,
     ) -> None:
-        self._group, self._variant, self._backend = group, variant, backend
+        self._group, self._variant, self._backend, self._softcap = group, variant, backend, softcap
         ranks = group.size()
         gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]
         self._gathered = torch.tensor(gathered)  # positions, rank by rank
@@ -171,7 +176,10 @@ class ContextAttention:
         if window is not None:
             raise LayoutError(f"layout.cp: saw a window of {window}, which parts of rows do not know; use 1")
         if self._kernel is None:
-            self._kernel, self._order = lse_kernel(self._backend, q.device), self._order.to(q.device)
+            self._kernel, self._order = (
+                lse_kernel(self._backend, q.device, self._softcap),
+                self._order.to(q.device),
+            )
             self._gathered = self._gathered.to(q.device)
         kv, by_rank = torch.stack((k, v)), None
         if documents is not None:
@@ -198,7 +206,7 @@ def apply_context_parallel(
         raise LayoutError("layout.cp: this model does not say which of its modules are attention; use cp=1")
     if plan.length % (2 * group.size()):
         raise LayoutError(f"layout.cp: saw rows of {plan.length} tokens for 2 x {group.size()} chunks")
-    kernel = ContextAttention(group, variant, plan.length, plan.backend)
+    kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap)
     shard = SequenceShard(plan.length, group.size(), group.rank())
     found = named_modules(model, plan.modules)
     for module in found:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.comm.collectives.assigned import count_all_reduce
+from picotron_ray.models.layers.softcap import softcap
 
 
 class LinearCrossEntropy:
@@ -33,10 +34,17 @@ class LinearCrossEntropy:
         chunk: tokens whose logits exist at a time.
         group: the ranks over which the vocabulary is cut; None: it is whole.
         first: the id of the first row of the vocabulary on this rank.
+        cap: of logits (``models.layers.softcap``); None: there is none.
     """
 
-    def __init__(self, chunk: int, group: dist.ProcessGroup | None = None, first: int = 0) -> None:
-        self.chunk, self.group, self.first = chunk, group, first
+    def __init__(
+        self,
+        chunk: int,
+        group: dist.ProcessGroup | None = None,
+        first: int = 0,
+        cap: float | None = None,
+    ) -> None:
+        self.chunk, self.group, self.first, self.cap = chunk, group, first, cap
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Token losses in nats, fp32 or wider, equal to `cross_entropy.token_losses` of the logits.
@@ -77,10 +85,11 @@ class LinearCrossEntropy:
         return both[0].log() + peak, both[1]
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, cap: float | None) -> Tensor:
     """Logits ``[tokens, vocab]`` in fp32 or wider, from a product in the type of ``x``."""
     found = x @ weight.T
-    return found if found.dtype == torch.float64 else found.float()
+    found = found if found.dtype == torch.float64 else found.float()
+    return found if cap is None else softcap(found, cap)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -97,7 +106,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             cast = weight.to(x.dtype)
             for part in how.chunks(len(x)):
-                logits = _logits(x[part], cast)
+                logits = _logits(x[part], cast, how.cap)
                 at, inside = how.local(targets[part], len(weight))
                 picked[part] = logits.gather(-1, at).squeeze(-1) * inside
                 total[part] = logits.logsumexp(dim=-1)
@@ -116,10 +125,13 @@ class _ChunkedLoss(torch.autograd.Function):
         found_x = torch.empty_like(x) if for_x else None
         found_weight = torch.zeros_like(weight) if for_weight else None
         for part in how.chunks(len(x)):
-            of_logits = _logits(x[part], cast).sub_(total[part].unsqueeze(-1)).exp_()
+            of_logits = _logits(x[part], cast, how.cap)
+            slope = None if how.cap is None else (of_logits / how.cap).square_().neg_().add_(1)
+            of_logits.sub_(total[part].unsqueeze(-1)).exp_()
             at, inside = how.local(targets[part], len(weight))
             of_logits.scatter_add_(-1, at, -inside.to(of_logits.dtype).unsqueeze(-1))
-            of_logits = of_logits.mul_(gradient[part].unsqueeze(-1)).to(x.dtype)
+            of_logits.mul_(gradient[part].unsqueeze(-1))
+            of_logits = (of_logits if slope is None else of_logits.mul_(slope)).to(x.dtype)
             if found_x is not None:
                 torch.mm(of_logits, cast, out=found_x[part])
             if found_weight is not None:

@@ -13,12 +13,15 @@ from tests.support.gloo.hf_kit import transformers
 FAMILIES = {
     "LlamaForCausalLM": "Llama",
     "MistralForCausalLM": "Mistral",
+    "Phi3ForCausalLM": "Phi3",
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
     "MixtralForCausalLM": "Mixtral",
     "Qwen3MoeForCausalLM": "Qwen3Moe",
     "GPT2LMHeadModel": "GPT2",
     "Olmo2ForCausalLM": "Olmo2",
+    "Gemma2ForCausalLM": "Gemma2",
+    "Gemma3ForCausalLM": "Gemma3Text",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # values of no class's defaults; what one class does not know is of no effect in its config.json
@@ -39,6 +42,11 @@ SAID: dict[str, Any] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.5,
     "sliding_window": 5,
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": 9.0,
+    "rope_local_base_freq": 33.0,
+    "sliding_window_pattern": 2,
 }
 SAID_GPT2 = {"vocab_size": 96, "n_embd": 24, "n_layer": 3, "n_head": 2, "n_positions": 40, "n_inner": 7}
 
@@ -53,6 +61,9 @@ def theirs(architecture: str, said: dict[str, Any]) -> dict[str, Any]:
 def cases(architecture: str) -> list[dict[str, Any]]:
     """Nothing said, and everything but one key."""
     whole = SAID_GPT2 if architecture == "GPT2LMHeadModel" else SAID
+    if architecture == "Phi3ForCausalLM":
+        whole = {key: value for key, value in SAID.items() if key != "rope_scaling"}
+        whole["partial_rotary_factor"] = 0.25
     found = [{key: value for key, value in whole.items() if key != left_out} for left_out in (*whole, None)]
     return [{"architectures": [architecture], **said} for said in ({}, *found)]
 

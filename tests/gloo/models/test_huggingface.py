@@ -85,6 +85,7 @@ def test_logits_are_those_of_transformers_there_and_back(kind: str, tmp_path: Pa
         ("smollm", Layout(pp=2)),  # tied: both stages hold the embedding
         ("gpt2", Layout(tp=2, pp=2)),
         ("olmo2", Layout(tp=2, pp=2)),
+        ("gemma3", Layout(tp=2, pp=2)),
     ],
     ids=str,
 )
@@ -169,7 +170,7 @@ def test_what_is_not_this_model_is_refused_in_one_line_each(tmp_path: Path) -> N
     for values, text in [
         ({"architectures": ["GPTNeoForCausalLM"]}, "architectures: saw GPTNeoForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"}, "hidden_act: saw 'gelu'"),
-        ({"hidden_act": "silu", "rope_parameters": {"rope_type": "yarn"}}, "rope_type: saw yarn"),
+        ({"hidden_act": "silu", "rope_parameters": {"rope_type": "longrope"}}, "rope_type: saw longrope"),
     ]:
         change_config(folder, **values)
         with pytest.raises(ConfigError, match=text):

@@ -12,7 +12,7 @@ from picotron_ray.models.layers import attention as attention_module
 from picotron_ray.models.layers.attention import Attention, sdpa
 from picotron_ray.models.layers.document_mask import document_numbers, document_starts, seen_in_row
 from picotron_ray.models.layers.positions import Positions
-from picotron_ray.models.layers.rope import Rope, frequencies, rotate
+from picotron_ray.models.layers.rope import Rope, attention_factor, frequencies, rope_of, rotate
 from picotron_ray.models.parameters import SequenceShard
 
 CPU = torch.device("cpu")
@@ -56,6 +56,53 @@ def test_frequencies_by_hand() -> None:
     share = (20 * plain[1] / (2 * math.pi) - 0.5) / 2
     expected = [1.0, plain[1] * (share + (1 - share) / 8), plain[2] / 8, plain[3] / 8]
     assert frequencies(8, Rope(100.0, scaling)).tolist() == pytest.approx(expected)
+
+
+def test_stretched_frequencies_by_hand() -> None:
+    linear = RopeScaling(type="linear", factor=4.0)
+    assert frequencies(4, Rope(100.0, linear), 64).tolist() == pytest.approx([0.25, 0.025])
+    dynamic = RopeScaling(type="dynamic", factor=2.0, original_length=10)
+    for length in (0, 9, 10):
+        assert frequencies(8, Rope(100.0, dynamic), length).tolist() == frequencies(8, Rope(100.0)).tolist()
+    base = 100.0 * (2 * 1.5 - 1) ** (8 / 6)  # of rows of 15
+    expected = [base ** (-i / 4) for i in range(4)]
+    assert frequencies(8, Rope(100.0, dynamic), 15).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_by_hand(truncate: bool) -> None:
+    """Pairs that turn 4 times and once within 64 tokens are 0.81 and 2.02 of 4, on a ramp between them."""
+    scaling = RopeScaling(type="yarn", factor=8.0, original_length=64, beta_fast=4.0, truncate=truncate)
+    low, high = (8 * math.log(64 / (turns * 2 * math.pi)) / (2 * math.log(100.0)) for turns in (4, 1))
+    assert (round(low, 2), round(high, 2)) == (0.81, 2.02)
+    low, high = (0.0, 3.0) if truncate else (low, high)
+    kept = [1 - min(1.0, max(0.0, (i - low) / (high - low))) for i in range(4)]
+    plain = [10 ** (-i / 2) for i in range(4)]
+    expected = [plain[i] * (kept[i] + (1 - kept[i]) / 8) for i in range(4)]
+    assert frequencies(8, Rope(100.0, scaling)).tolist() == pytest.approx(expected)
+
+
+def test_yarn_makes_attention_sharper_and_nothing_else_does() -> None:
+    yarn = RopeScaling(type="yarn", factor=8.0, original_length=64)
+    assert attention_factor(yarn) == pytest.approx(0.1 * math.log(8) + 1)
+    assert attention_factor(yarn.model_copy(update={"attention_factor": 1.5})) == 1.5
+    assert attention_factor(RopeScaling(type="linear", factor=8.0)) == 1.0
+    x = torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    found = rotate(x, Rope(100.0, yarn))
+    assert torch.allclose(found.norm(dim=-1), x.norm(dim=-1) * attention_factor(yarn))
+
+
+def test_a_part_of_each_head_turns_as_a_head_of_its_width() -> None:
+    x = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    found = rotate(x, Rope(100.0, part=0.5))
+    assert torch.equal(found[..., 4:], x[..., 4:])
+    assert torch.equal(found[..., :4], rotate(x[..., :4], Rope(100.0)))
+
+
+def test_a_rope_is_one_object_in_a_process() -> None:
+    scaling = RopeScaling(type="yarn", factor=8.0)
+    assert rope_of(100.0, scaling) is rope_of(100.0, RopeScaling(type="yarn", factor=8.0), 1.0)
+    assert rope_of(100.0, scaling) is not rope_of(100.0, scaling, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -20,11 +20,14 @@ from picotron_ray.train.engine import build_engine
 
 LAYERS = 12
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+MIXED = {"sliding_window": 3, "full_attention_every": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "max_positions": 8},
     "olmo2": {"family": "olmo2", "qk_norm": True},
     "qwen3": {"qk_norm": True, "heads": 4, "kv_heads": 2},
+    "gemma2": {"family": "gemma2", **MIXED, "attention_softcap": 5.0},
+    "gemma3": {"family": "gemma3", **MIXED, "rope_local_theta": 100.0},
 }
 
 
@@ -93,7 +96,8 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
     for number, layout in enumerate(layouts, 1):
         assert f"{LAYERS} blocks compiled, each as one graph" in passes(job, layout)
         assert counting.calls == number * 2 * LAYERS, "forward of training and of evaluation, compiled"
-    assert counting.graphs == 3 * 2, "a graph for each size, with gradients and without"
+    kinds = 2 if "full_attention_every" in FAMILIES[family] else 1
+    assert counting.graphs == 3 * 2 * kinds, "a graph for each size and kind, with gradients and without"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,9 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
                 {"kernels": {"norm": "compiled", "activation": "compiled"}},
                 {"recompute": "full"},
                 {"recompute": "int8"},
+                {"model": FAMILIES["gemma2"], "data": {"document_masks": True}, "precision": "bf16"},
+                {"model": FAMILIES["gemma3"], "kernels": {"loss": "linear", "projections": "fused"}},
+                {"model": {"rope_scaling": {"type": "yarn", "factor": 2.0}, "partial_rotary_factor": 0.5}},
             )
         ),
     ],
@@ -118,7 +125,7 @@ def test_all_layers_run_one_graph_over_generations(counting: Counting, family: s
 def test_every_way_to_compute_a_block_is_one_graph(counting: Counting, sections: dict[str, Any]) -> None:
     given = dict(sections)
     layout = Layout(micro_batch=2, recompute=given.pop("recompute", "none"))
-    applied = passes(job_of({"layers": 3}, **given), layout)
+    applied = passes(job_of({"layers": 3, **given.pop("model", {})}, **given), layout)
     assert "3 blocks compiled, each as one graph" in applied
 
 

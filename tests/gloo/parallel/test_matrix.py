@@ -41,9 +41,28 @@ ODD = ModelConfig(  # what Mistral, Qwen and Llama 3 add
         "rope_scaling": {"factor": 4.0, "original_length": 4},
     }
 )
+YARN = ModelConfig(  # and rows of 8 tokens, twice those of the first training
+    **{
+        **MODEL.model_dump(),
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_length": 4, "beta_fast": 2.0},
+    }
+)
+DYNAMIC = ModelConfig(
+    **{**MODEL.model_dump(), "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_length": 4}}
+)
 GPT2 = ModelConfig(**{**WIDE.model_dump(), "family": "gpt2", "max_positions": 10})
 GPT2_TIED = ModelConfig(**{**GPT2.model_dump(), "tie_embeddings": True})
-KINDS = {WIDE: "wide", TIED: "tied", ODD: "odd", GPT2: "gpt2", GPT2_TIED: "gpt2-tied"}
+KINDS = {
+    WIDE: "wide",
+    TIED: "tied",
+    ODD: "odd",
+    GPT2: "gpt2",
+    GPT2_TIED: "gpt2-tied",
+    YARN: "yarn",
+    DYNAMIC: "dynamic",
+}
 OTHER_MODELS = [
     (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, ODD),
     (Layout(tp=2, pp=2, micro_batch=3), 12, ODD),
@@ -58,6 +77,8 @@ OTHER_MODELS = [
     (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, GPT2_TIED),
     (Layout(tp=2, cp=2, micro_batch=4), 12, GPT2_TIED),
     (Layout(cp=2, zero=3, micro_batch=4, recompute="selective"), 12, GPT2),
+    (Layout(tp=2, cp=2, micro_batch=4), 12, YARN),
+    (Layout(cp=2, micro_batch=4, context="all-gather"), 12, DYNAMIC),
 ]
 
 
@@ -112,7 +133,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("layout", "global_batch", "model"),
-    thinned(OTHER_MODELS, (0, 6, 8, 10), lambda layout, _, model: f"{layout}-{KINDS[model]}"),
+    thinned(OTHER_MODELS, (0, 6, 8, 10, 13), lambda layout, _, model: f"{layout}-{KINDS[model]}"),
 )
 def test_other_models(pool: Pool, layout: Layout, global_batch: int, model: ModelConfig) -> None:
     check(pool, layout, global_batch, model)

@@ -28,6 +28,8 @@ MODELS = [
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64),
     ModelConfig(family="gpt2", kv_heads=4, max_positions=64, tie_embeddings=True),
     ModelConfig(family="olmo2"),
+    ModelConfig(family="gemma2", tie_embeddings=True, sliding_window=8, full_attention_every=2),
+    ModelConfig(family="gemma3", sliding_window=8, full_attention_every=2, rope_local_theta=100.0),
     ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
     ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]

@@ -8,6 +8,7 @@ from picotron_ray.config.load import load_job
 from picotron_ray.config.support.kernels import attention_backends
 
 MASKS, WINDOW = "data.document_masks=true", "model.sliding_window=64"
+CAPPED = ("model.family=gemma2", "model.attention_softcap=50")
 CPU, MATH = ["flash", "math"], ["math"]
 FP32 = ["efficient", "math"]
 VARIED = ["flash", "flash-attn", "efficient", "math"]
@@ -33,6 +34,10 @@ HALF = ["flash", "cudnn", "flash-attn", "efficient", "math"]
         ("cuda", "bf16", 1, ("model.head_dim=12",), MATH),
         ("cuda", "fp32", 1, ("model.head_dim=12",), FP32),
         ("cuda", "fp32", 1, ("model.head_dim=10",), MATH),
+        ("cpu", "fp32", 1, CAPPED, MATH),
+        ("cuda", "bf16", 1, (*CAPPED, WINDOW), ["math", "flash-attn"]),
+        ("cuda", "bf16", 2, CAPPED, MATH),
+        ("cuda", "fp32", 1, CAPPED, MATH),
     ],
 )
 def test_what_is_offered(

@@ -163,6 +163,46 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model.rope_scaling.high_frequency_factor",
         "saw 4, expected more than low_frequency_factor=4",
     ),
+    "an unknown type of stretched positions": (
+        "model: {rope_scaling: {type: su}}",
+        "model.rope_scaling.type",
+        "saw 'su', expected one of llama3, linear, dynamic, yarn",
+    ),
+    "a key of another type of stretched positions": (
+        "model: {rope_scaling: {type: linear, factor: 2.0, beta_fast: 8.0}}",
+        "model.rope_scaling.beta_fast",
+        "saw a value with model.rope_scaling.type=linear, which has none; drop it",
+    ),
+    "a first length where all is stretched": (
+        "model: {rope_scaling: {type: linear, factor: 2.0, original_length: 64}}",
+        "model.rope_scaling.original_length",
+        "saw a value with model.rope_scaling.type=linear, which has none; drop it",
+    ),
+    "a type that stretches nothing": (
+        "model: {rope_scaling: {type: yarn}}",
+        "model.rope_scaling.factor",
+        "saw 1 with model.rope_scaling.type=yarn, which stretches nothing; expected more, or drop the type",
+    ),
+    "a ramp of YaRN without a length": (
+        "model: {rope_scaling: {type: yarn, factor: 2.0, beta_slow: 40.0}}",
+        "model.rope_scaling.beta_fast",
+        "saw 32, expected more than beta_slow=40",
+    ),
+    "a base of one in YaRN": (
+        "model: {rope_theta: 1.0, rope_scaling: {type: yarn, factor: 2.0}}",
+        "model.rope_theta",
+        "saw 1 with model.rope_scaling.type=yarn, expected more than 1",
+    ),
+    "one pair whose base grows": (
+        "model: {head_dim: 2, rope_scaling: {type: dynamic, factor: 2.0}}",
+        "model.rope_scaling.type",
+        "saw dynamic where 2 elements of a head turn, whose base nothing moves; expected another type",
+    ),
+    "a part of a head that is no pairs": (
+        "model: {partial_rotary_factor: 0.1}",
+        "model.partial_rotary_factor",
+        "saw 0.1 with heads of 32, of which 3 would turn; expected a share that is an even number",
+    ),
     "learned positions in Llama": (
         "model: {max_positions: 128}",
         "model.max_positions",

@@ -24,6 +24,8 @@ PUBLISHED = {
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
     "olmo2-1b": 1_484_916_736,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 

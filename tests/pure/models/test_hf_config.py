@@ -19,6 +19,8 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -45,7 +47,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rope_parameters": {FULL: {"rope_theta": 1e4}}}, f"rope_parameters.{FULL}: saw .*expected one"),
     (LLAMA, {"rope_theta": None}, "rope_theta: saw null, expected a number above 0"),
     (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta: saw x, expected a number"),
-    (LLAMA, {"rope_parameters": {"rope_type": ["x"]}}, r'rope_type: saw \["x"\], expected default or llama3'),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": ["x"]}},
+        r'rope_type: saw \["x"\], expected one of default, llama3',
+    ),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor is missing"),
     (LLAMA, {"rope_scaling": {**LLAMA3, "factor": 0.5}}, "rope_scaling.factor: saw 0.5, expected a number"),
     (
@@ -53,6 +59,21 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5.0}},
         "rope_scaling: saw .*llama3.*, expected what rope_parameters says; keep one",
     ),
+    (LLAMA, {"rope_scaling": {"type": "su"}}, "rope_type: saw su, expected one of default, llama3, linear,"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    (LLAMA, {"rope_scaling": {**YARN, "beta_slow": 0}}, "rope_scaling.beta_slow: saw 0, expected a number"),
+    (
+        LLAMA,
+        {"rope_scaling": {**YARN, "truncate": 1}},
+        "rope_scaling.truncate: saw 1, expected true or false",
+    ),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        "rope_type: saw linear, expected default, with",
+    ),
+    (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: saw 1.5, expected at most 1"),
+    (PHI3, {"resid_pdrop": 0.1}, "resid_pdrop: saw 0.1, expected 0.0"),
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: saw 0.5, expected 1"),
     (
         LLAMA,
@@ -107,6 +128,62 @@ def test_absent_keys_mean_what_transformers_takes() -> None:
     assert scaled["rope_scaling"]["original_length"] == 99
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"type": "linear", "factor": 2}, {"type": "linear", "factor": 2.0}),
+        ({"type": "linear", "factor": 1.0}, None),
+        ({"type": "dynamic", "factor": 2.0}, {"type": "dynamic", "factor": 2.0, "original_length": 128}),
+        (YARN, {"type": "yarn", "factor": 8.0, "original_length": 16}),
+        ({**YARN, "factor": None}, {"type": "yarn", "factor": 8.0, "original_length": 16}),
+        (
+            {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 16},
+            {
+                "type": "yarn",
+                "factor": 8.0,
+                "original_length": 16,
+                "beta_fast": 16.0,
+                "attention_factor": 1.0,
+                "truncate": False,
+            },
+        ),
+        (
+            {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.25},
+            {"type": "yarn", "factor": 8.0, "original_length": 16, "attention_factor": 1.25},
+        ),
+    ],
+)
+def test_every_type_of_stretched_positions(said: dict[str, Any], found: dict[str, Any] | None) -> None:
+    read = model_keys({**LLAMA, "rope_scaling": said, "max_position_embeddings": 128})
+    assert read.get("rope_scaling") == found
+    model = ModelConfig.model_validate({**WIDTHS, "rope_scaling": found or {}})
+    written = hf_config(model, 128, "float32")
+    assert model_keys(written).get("rope_scaling", {}).items() >= (found or {}).items()
+    assert written["max_position_embeddings"] == 128
+
+
+def test_dynamic_scaling_keeps_the_length_of_the_first_training() -> None:
+    scaling = {"type": "dynamic", "factor": 2.0, "original_length": 128}
+    model = ModelConfig.model_validate({**WIDTHS, "rope_scaling": scaling})
+    assert hf_config(model, 9000, "float32")["max_position_embeddings"] == 128
+    assert hf_config(model, 9000, "float32", LLAMA)["max_position_embeddings"] == 128
+
+
+def test_projections_of_phi3_are_joined() -> None:
+    model = ModelConfig.model_validate({**WIDTHS, "partial_rotary_factor": 0.5})
+    assert architecture_of(model) == "Phi3ForCausalLM"
+    assert architecture_of(ModelConfig(), PHI3) == "Phi3ForCausalLM"
+    stretched = ModelConfig.model_validate({"rope_scaling": {"factor": 2.0}})
+    assert architecture_of(stretched, PHI3) == "LlamaForCausalLM"
+    held = {one.theirs[0]: one.ours for one in tensors(model, "Phi3ForCausalLM")}
+    at, ours = "model.layers.1", "layers.1"
+    assert held[f"{at}.self_attn.qkv_proj.weight"] == tuple(
+        f"{ours}.attention.{name}.weight" for name in ("wq", "wk", "wv")
+    )
+    assert held[f"{at}.mlp.gate_up_proj.weight"] == (f"{ours}.mlp.gate.weight", f"{ours}.mlp.up.weight")
+    assert f"{at}.mlp.down_proj.weight" in held
+
+
 def test_frequencies_of_older_files_are_no_tensors_of_the_model() -> None:
     found = ignored(ModelConfig(layers=2), ())
     assert found == {
@@ -152,6 +229,7 @@ WIDTHS = {"vocab_size": 300, "hidden_size": 32, "layers": 2, "heads": 4, "kv_hea
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"rope_scaling": {"factor": 2.0, "original_length": 64}, "head_dim": 10},
     "MistralForCausalLM": {"sliding_window": 7, "tie_embeddings": True, "rope_theta": 5.0},
+    "Phi3ForCausalLM": {"partial_rotary_factor": 0.5, "sliding_window": 7},
     "Qwen2ForCausalLM": {"qkv_bias": True, "intermediate_size": 40},
     "Qwen3ForCausalLM": {"qk_norm": True},
     "MixtralForCausalLM": {"sliding_window": 9, "moe": EXPERTS},
@@ -199,6 +277,8 @@ def test_keys_of_one_architecture_alone() -> None:
         ({"qkv_bias": True, "moe": EXPERTS}, "qkv_bias: saw true, which MixtralForCausalLM does not have"),
         ({"qk_norm": True, "sliding_window": 4}, "sliding_window: saw 4, expected null for Qwen3ForCausalLM"),
         ({"qkv_bias": True, "sliding_window": 4}, "sliding_window: saw 4, expected null for Qwen2"),
+        ({"qk_norm": True, "partial_rotary_factor": 0.5}, "partial_rotary_factor: saw 0.5, expected 1"),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": {"factor": 2}}, "rope_scaling.type: saw llama3 with"),
     ],
 )  # fmt: skip
 def test_what_no_architecture_has_is_not_exported(change: dict[str, Any], line: str) -> None:

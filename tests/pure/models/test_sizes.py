@@ -19,6 +19,9 @@ MIXTURE = MoeConfig(experts=5, top_k=2, intermediate_size=6, shared_intermediate
 LLAMA = ModelConfig(**SMALL, **WIDTHS)
 OLMO2 = ModelConfig(family="olmo2", **SMALL, **WIDTHS)
 MIXED = ModelConfig(**SMALL, **WIDTHS, moe=MIXTURE, tie_embeddings=True)
+BOTH = {"sliding_window": 3, "full_attention_every": 2}
+GEMMA2 = ModelConfig(family="gemma2", **SMALL, **WIDTHS, **BOTH)
+GEMMA3 = ModelConfig(family="gemma3", **SMALL, **WIDTHS, **BOTH, rope_local_theta=100.0)
 GPT2 = ModelConfig(family="gpt2", **SMALL, hidden_size=12, heads=4, kv_heads=4, max_positions=8)
 
 SIZES_OF_LLAMA: dict[str, Any] = {
@@ -53,6 +56,26 @@ SIZES = [
             "activations": 152 + 30,
             "pointwise": 203 + 60,
             "rms_normed": 28 + 30,
+        },
+    ),
+    (
+        GEMMA2,
+        SIZES_OF_LLAMA
+        | {
+            "block": 56 + 840 + 378,
+            "activations": 152 + 28,  # what attention and SwiGLU give, before its norm
+            "pointwise": 203 + 56,
+            "rms_normed": 56,
+        },
+    ),
+    (
+        GEMMA3,
+        SIZES_OF_LLAMA
+        | {
+            "block": 56 + 10 + 840 + 378,
+            "activations": 152 + 28 + 30,
+            "pointwise": 203 + 56 + 60,
+            "rms_normed": 56 + 30,
         },
     ),
     (
@@ -97,7 +120,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "expected"), SIZES, ids=["llama", "olmo2", "mixture", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "expected"), SIZES, ids=["llama", "olmo2", "gemma2", "gemma3", "mixture", "gpt2"]
+)
 def test_sizes_by_hand(model: ModelConfig, expected: dict[str, Any]) -> None:
     assert family_of(model).sizes(model) == ModelSizes(**expected)
 
@@ -150,6 +175,20 @@ BLOCK_OF_OLMO2 = [
     ("mlp.down.weight", (14, 9), 1, True, OUT, {}),
     BLOCK_OF_MIXED[5],
 ]
+BLOCK_OF_GEMMA2 = [
+    ("attention_norm.weight", (14,), None, False, 0.0, {}),
+    *BLOCK_OF_MIXED[1:5],
+    ("post_attention_norm.weight", (14,), None, False, 0.0, {}),
+    ("mlp_norm.weight", (14,), None, False, 0.0, {}),
+    *BLOCK_OF_OLMO2[7:10],
+    ("post_mlp_norm.weight", (14,), None, False, 0.0, {}),
+]
+BLOCK_OF_GEMMA3 = [
+    *BLOCK_OF_GEMMA2[:5],
+    ("attention.q_norm.weight", (5,), None, False, 0.0, {}),
+    ("attention.k_norm.weight", (5,), None, False, 0.0, {}),
+    *BLOCK_OF_GEMMA2[5:],
+]
 
 
 def whole(model: ModelConfig, block: list[Any]) -> list[ParameterSpec]:
@@ -163,7 +202,8 @@ def whole(model: ModelConfig, block: list[Any]) -> list[ParameterSpec]:
         for name, shape, tp_dim, decay, std, more in block:
             at = f"layers.{layer}.{name}"
             found.append(ParameterSpec(at, shape, layer, "block", tp_dim, decay, std, **more))
-    found.append(ParameterSpec("norm.weight", (hidden,), None, "head", None, False, None))
+    std = 0.0 if model.family.startswith("gemma") else None
+    found.append(ParameterSpec("norm.weight", (hidden,), None, "head", None, False, std))
     if model.family == "gpt2":
         found.append(ParameterSpec("norm.bias", (hidden,), None, "head", None, False, 0.0))
     if not model.tie_embeddings:
@@ -172,7 +212,14 @@ def whole(model: ModelConfig, block: list[Any]) -> list[ParameterSpec]:
 
 
 @pytest.mark.parametrize(
-    ("model", "block"), [(MIXED, BLOCK_OF_MIXED), (GPT2, BLOCK_OF_GPT2), (OLMO2, BLOCK_OF_OLMO2)]
+    ("model", "block"),
+    [
+        (MIXED, BLOCK_OF_MIXED),
+        (GPT2, BLOCK_OF_GPT2),
+        (OLMO2, BLOCK_OF_OLMO2),
+        (GEMMA2, BLOCK_OF_GEMMA2),
+        (GEMMA3, BLOCK_OF_GEMMA3),
+    ],
 )
 def test_tables_by_hand(model: ModelConfig, block: list[Any]) -> None:
     assert list(parameter_table(model)) == whole(model, block)

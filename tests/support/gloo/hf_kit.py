@@ -36,12 +36,38 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+}
+MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+
+
+def _rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 5000.0, **keys}}
+
+
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GEMMA = {"head_dim": 16, "num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": 5}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+EVERY_THIRD = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
+    "linear": ("Llama", _rope(rope_type="linear", factor=4.0)),
+    # its longest row is that of the first training, and ours are longer
+    "dynamic": ("Llama", {**_rope(rope_type="dynamic", factor=4.0), "max_position_embeddings": 16}),
+    "yarn": ("Llama", _rope(**YARN)),
+    "yarn-mscale": ("Qwen3", _rope(**MSCALE)),
+    "phi3": ("Phi3", {**_rope(partial_rotary_factor=0.5, rope_type="default"), "sliding_window": 7}),
     "smollm": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {}),
@@ -49,6 +75,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4, "sliding_window": None}),
     "gpt2": ("GPT2", {**GPT2, "n_inner": 48}),
     "olmo2": ("Olmo2", {}),
+    # caps at which scores and logits of these weights are
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": EVERY_THIRD, "rope_parameters": GEMMA3_ROPE}),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -67,7 +96,7 @@ def make(kind: str, folder: Path, changes: dict[str, Any] | None = None, **optio
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, f"{family}{head}")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}{head}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = ("norm" in name or "ln_" in name) and name.endswith("weight")

@@ -19,13 +19,13 @@ from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 
 SEQUENCE, LAYERS = 512, 4
-FAMILIES = ("llama", "gpt2", "olmo2", "tied", "mixture", "shared")
+FAMILIES = ("llama", "gpt2", "olmo2", "tied", "mixture", "shared", "gemma2", "gemma3")
 
 
 def shape_of(family: str, smaller: int = 1) -> dict[str, Any]:
     """The model of a family, ``smaller`` times narrower."""
     shape = {
-        "family": family if family in ("gpt2", "olmo2") else "llama",
+        "family": family if family in ("gpt2", "olmo2", "gemma2", "gemma3") else "llama",
         "vocab_size": 4096 // smaller,
         "hidden_size": 512 // smaller,
         "intermediate_size": 1376 // smaller,
@@ -36,6 +36,10 @@ def shape_of(family: str, smaller: int = 1) -> dict[str, Any]:
     }
     if family == "gpt2":
         shape |= {"max_positions": SEQUENCE // smaller}
+    if family.startswith("gemma"):  # windows as long as a row, which cp takes
+        shape |= {"sliding_window": SEQUENCE // smaller, "full_attention_every": 2, "tie_embeddings": True}
+        capped = {"attention_softcap": 50.0, "logit_softcap": 30.0}
+        shape |= capped if family == "gemma2" else {"rope_local_theta": 100.0}
     if family in ("mixture", "shared"):
         shape["moe"] = {"experts": 4, "top_k": 2, "intermediate_size": 512 // smaller}
     if family == "shared":

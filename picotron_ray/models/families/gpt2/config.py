@@ -6,17 +6,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.models.decoder.rules import untaken
+from picotron_ray.models.decoder.rules import MIXED, untaken
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe")
+UNTAKEN = (
+    "head_dim",
+    "qkv_bias",
+    "qk_norm",
+    "sliding_window",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "moe",
+)
 
 
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
     """Mistakes in the ``model`` section."""
-    yield from untaken(model, UNTAKEN)
+    yield from untaken(model, (*UNTAKEN, *MIXED))
     if model.kv_heads != model.heads:
         text = f"saw {model.kv_heads} with model.family=gpt2, expected model.heads={model.heads}"
         yield Problem("model.kv_heads", text, ("model.heads", "model.family"))

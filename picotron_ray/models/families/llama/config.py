@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.models.decoder.rules import unlearned_positions
+from picotron_ray.models.decoder.rules import MIXED, unlearned_positions, untaken
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
@@ -15,3 +15,4 @@ if TYPE_CHECKING:
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
     """Mistakes in the ``model`` section."""
     yield from unlearned_positions(model)
+    yield from untaken(model, MIXED)

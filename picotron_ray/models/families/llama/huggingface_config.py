@@ -1,4 +1,4 @@
-"""config.json of Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE. Torch-free."""
+"""config.json of Llama, Mistral, Phi-3, Qwen2, Qwen3, Mixtral and Qwen3-MoE. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 from picotron_ray.models.huggingface.config_reader import Keys, refuse
 from picotron_ray.models.huggingface.decoder import BASE_DEFAULTS, base_keys, check_layer_types
+
+PHI3 = "Phi3ForCausalLM"
+WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", PHI3)
+"""Architectures of which every block may have a window."""
 
 _QWEN: dict[str, Any] = {
     **BASE_DEFAULTS,
@@ -27,6 +31,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "sliding_window": 4096,
         "max_position_embeddings": 131072,
+    },
+    PHI3: {
+        **BASE_DEFAULTS,
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
     },
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128},
@@ -55,13 +68,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Values that transformers takes for absent keys, by architecture; those that decide what is computed."""
 
 _ALIASES = {"num_local_experts": "num_experts"}  # Mixtral's name, and Qwen3-MoE's in transformers 5
-_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
 _MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 # Keys that must have these values where they are there at all; anything else is not what ours computes.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "attention_dropout": (0.0,),
+    "embd_pdrop": (0.0,),
+    "resid_pdrop": (0.0,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
@@ -78,12 +92,14 @@ def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     keys.fixed(_FIXED)
     if hf.get("attention_bias") and not is_qwen2:
         raise refuse("attention_bias", hf["attention_bias"], "false: biases are Qwen2's only")
-    found = base_keys(hf, keys)
+    found = base_keys(hf, keys, partial=architecture == PHI3)
+    if architecture == PHI3 and "rope_scaling" in found:
+        raise refuse("rope_type", found["rope_scaling"]["type"], f"default, with {architecture}")
     if is_qwen2:
         found["qkv_bias"] = True
     if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
         found["qk_norm"] = True
-    window = keys.whole_or_null("sliding_window") if architecture in _WINDOWED else None
+    window = keys.whole_or_null("sliding_window") if architecture in WINDOWED else None
     if window:
         found["sliding_window"] = window
     check_layer_types(keys.get("layer_types"), found["layers"], window)

@@ -13,7 +13,7 @@ from picotron_ray.models.layers.attention import Attention, AttentionKernel
 from picotron_ray.models.layers.block import PreNormBlock
 from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.models.layers.rms_norm import RMSNorm
-from picotron_ray.models.layers.rope import rope_of
+from picotron_ray.models.layers.rope import model_rope
 from picotron_ray.models.layers.swiglu import SwiGLU
 
 
@@ -28,8 +28,8 @@ def _hidden_layer(config: ModelConfig) -> nn.Module:
     return SwiGLU(config.hidden_size, config.intermediate_size)
 
 
-def block(config: ModelConfig, kernel: AttentionKernel) -> PreNormBlock:
-    """One block."""
+def block(config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> PreNormBlock:
+    """One block; all layers are alike."""
 
     def head_norm() -> RMSNorm | None:
         return RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
@@ -37,7 +37,7 @@ def block(config: ModelConfig, kernel: AttentionKernel) -> PreNormBlock:
     attention = Attention(
         config,
         kernel,
-        rope=rope_of(config.rope_theta, config.rope_scaling),
+        rope=model_rope(config),
         biased=config.qkv_bias,
         q_norm=head_norm(),
         k_norm=head_norm(),

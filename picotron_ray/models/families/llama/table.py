@@ -37,15 +37,11 @@ def parameter_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 def tensor_plan(config: ModelConfig) -> plans.TensorPlan:
     """Styles by which tensor and sequence parallelism cut each module."""
-    head_norms: plans.TensorPlan = (
-        ("layers.*.attention.q_norm", "whole"),
-        ("layers.*.attention.k_norm", "whole"),
-    )
     return plans.decoder_plan(
         config,
         plans.NORMS,
         plans.ATTENTION,
-        head_norms if config.qk_norm else (),
+        plans.HEAD_NORMS if config.qk_norm else (),
         plans.MIXTURE if config.moe.experts else plans.SWIGLU,
     )
 

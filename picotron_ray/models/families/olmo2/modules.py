@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.models.layers.attention import Attention, AttentionKernel
 from picotron_ray.models.layers.rms_norm import RMSNorm
-from picotron_ray.models.layers.rope import rope_of
+from picotron_ray.models.layers.rope import model_rope
 from picotron_ray.models.layers.swiglu import SwiGLU
 
 
@@ -28,7 +28,7 @@ class PostNormBlock(nn.Module):
         self.attention = WideNormAttention(
             config,
             kernel,
-            rope=rope_of(config.rope_theta, config.rope_scaling),
+            rope=model_rope(config),
             q_norm=RMSNorm(config.query_width, config.norm_eps),
             k_norm=RMSNorm(config.key_width, config.norm_eps),
         )
@@ -48,6 +48,6 @@ def norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps)
 
 
-def block(config: ModelConfig, kernel: AttentionKernel) -> PostNormBlock:
-    """One block."""
+def block(config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> PostNormBlock:
+    """One block; all layers are alike."""
     return PostNormBlock(config, kernel)

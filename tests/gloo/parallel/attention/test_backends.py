@@ -22,8 +22,9 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.llama.modules import block as llama_block
-from picotron_ray.models.layers.attention import sdpa
+from picotron_ray.models.layers.attention import sdpa, softcapped
 from picotron_ray.models.layers.document_mask import document_numbers, document_starts, seen_in_row
+from picotron_ray.models.layers.softcap import capped_attention
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention import backends
 from picotron_ray.parallel.attention.backends import DocumentCache, attention_kernel, flash
@@ -139,6 +140,8 @@ def test_what_follows_from_documents_is_made_once_for_all_layers() -> None:
     assert made == [4]
     of(other, 4), of(other, 5), of(one, 4)
     assert made == [4, 4, 5, 4], "another tensor of equal numbers is another micro-batch"
+    of(one, 5), of(one, 4), of(one, 5)
+    assert made == [4, 4, 5, 4, 5], "layers with a window and without take turns"
 
 
 # --- kernels ---------------------------------------------------------------------------------------------
@@ -193,6 +196,46 @@ def test_the_package_is_told_likewise(documents: bool, window: int | None) -> No
 @pytest.mark.usefixtures("package")
 def test_the_package_over_rows_of_one_document() -> None:
     compared(attention_kernel("flash-attn"), False, None)
+
+
+@SEEN
+def test_scores_are_capped_by_the_formulas_and_by_the_package(
+    monkeypatch: pytest.MonkeyPatch, documents: bool, window: int | None
+) -> None:
+    """The package is told the cap; what it computes is emulated over the mask of what is seen."""
+
+    def told(
+        q: Tensor, k: Tensor, v: Tensor, *lengths: Any, window_size: Any, softcap: float, **_: Any
+    ) -> Any:
+        flat = [(x if lengths else x.flatten(0, 1)).transpose(0, 1)[None] for x in (q, k, v)]
+        starts = lengths[0] if lengths else torch.arange(0, 3 * ROW + 1, ROW)
+        at = torch.arange(3 * ROW)
+        document = torch.bucketize(at, starts, right=True)
+        seen = (document[:, None] == document) & (at[:, None] >= at)
+        if window_size[0] >= 0:
+            seen &= at[:, None] - at <= window_size[0]
+        out = capped_attention(*flat, seen[None, None], softcap)[0].transpose(0, 1)
+        return out if lengths else out.unflatten(0, (3, ROW))
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_func = module.flash_attn_varlen_func = told  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    inputs = [heads(n, i).requires_grad_() for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    numbers = some_documents() if documents else None
+    found = [attention_kernel(name, softcap=0.7)(*inputs, numbers, window) for name in ("math", "flash-attn")]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[0], softcapped(0.7)(*inputs, numbers, window), rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(out.sum(), inputs) for out in found]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    near = attention_kernel("math", softcap=1e7)(*inputs, numbers, window)
+    torch.testing.assert_close(near, slow(*inputs, numbers, window), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_other_kernels_cap_no_scores(backend: Any) -> None:
+    with pytest.raises(LayoutError, match=f"saw {backend}, which caps no scores"):
+        attention_kernel(backend, softcap=50.0)
 
 
 class Called(TorchDispatchMode):

@@ -60,7 +60,7 @@ class Parts:
     def expert_loads(self) -> dict[int, ExpertLoad]:
         return self.loads
 
-    def evaluate(self, batches: Sequence[Any]) -> tuple[float, int]:
+    def evaluate(self, batches: Sequence[Any], averaged: bool = False) -> tuple[float, int]:
         self.requests.add(self.in_evaluation)
         return 10.0, 7
 

@@ -581,6 +581,39 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.momentum",
         "saw 0.9 with optimizer.name=adamw, which has none; drop it or use optimizer.name=muon",
     ),
+    "a group of no parameter": (
+        "optimizer: {groups: [{pattern: embedding.*, rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw embedding.*, which matches no trained parameter; the nearest is embed.weight",
+    ),
+    "a group of what nothing trains": (
+        "model: {moe: {experts: 4, balance: bias}}\n"
+        "optimizer: {groups: [{pattern: '*.router.bias', rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw *.router.bias, which matches no trained parameter; the nearest is layers.0.mlp.router.weight",
+    ),
+    "a group behind another that takes all of it": (
+        "optimizer: {groups: [{pattern: 'layers.*', rate_factor: 2.0},"
+        " {pattern: layers.0.*, weight_decay: 0.0}]}",
+        "optimizer.groups.1.pattern",
+        "saw layers.0.*, all of whose parameters go to layers.* before it (the first match counts)",
+    ),
+    "a group that changes nothing": (
+        "optimizer: {groups: [{pattern: embed.*}]}",
+        "optimizer.groups.0",
+        "saw neither rate_factor nor weight_decay, a group that changes nothing; say one, or drop it",
+    ),
+    "a group that does not learn": (
+        "optimizer: {groups: [{pattern: embed.*, rate_factor: 0}]}",
+        "optimizer.groups.0.rate_factor",
+        "saw 0, expected a number > 0",
+    ),
+    "an average that keeps all": ("optimizer: {ema_decay: 1.0}", "optimizer.ema_decay", "> 0 and < 1"),
+    "evaluation of averages that nobody keeps": (
+        "evaluate: {weights: ema}",
+        "evaluate.weights",
+        "saw ema with optimizer.ema_decay=null, which keeps none; say a decay (0.999), or use trained",
+    ),
     "moments of plain sgd": (
         "optimizer: {name: sgd, beta2: 0.99}",
         "optimizer.beta2",

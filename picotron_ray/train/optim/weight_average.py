@@ -5,7 +5,8 @@ Juditsky 1992; the exponential form: Tarvainen & Valpola 2017). It has the type 
 their boxes. Its update is elementwise: it sends nothing, and its values are the same at every layout.
 
 To compute with it, the average and the weights change places, a tensor at a time: no second copy of the model
-is made. Whoever reads live weights meanwhile would see the average, so snapshots must be written before.
+is made. Whoever reads live weights meanwhile would see the average, so snapshots must be written before. The
+one buffer that this needs is there before anything moves: nothing can fail half-way for want of memory.
 """
 
 from __future__ import annotations
@@ -50,17 +51,20 @@ class WeightAverage:
         Args:
             moved: called whenever weights have changed places.
         """
-        self._exchange()
+        largest = max(self._averages, key=torch.numel, default=torch.empty(0))
+        buffer = largest.new_empty(largest.numel())
+        self._exchange(buffer)
         try:
             moved()
             yield
         finally:
-            self._exchange()
+            self._exchange(buffer)
             moved()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, buffer: Tensor) -> None:
         for average, weight in zip(self._averages, self._weights, strict=True):
-            kept = weight.clone()
+            kept = buffer[: weight.numel()].view(weight.shape)
+            kept.copy_(weight)
             weight.copy_(average)
             average.copy_(kept)

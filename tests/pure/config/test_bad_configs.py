@@ -581,6 +581,38 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.momentum",
         "saw 0.9 with optimizer.name=adamw, which has none; drop it or use optimizer.name=muon",
     ),
+    "determinism of ways that are chosen by time": (
+        "kernels: {deterministic: true}\ncomm: {selector: true}",
+        "kernels.deterministic",
+        "saw true with comm.selector=true, which takes the way that was fastest",
+    ),
+    "determinism of a run that adapts": (
+        "kernels: {deterministic: true}\nadapt: {apply: [micro-batch, rows]}",
+        "kernels.deterministic",
+        "saw true with adapt.apply=micro-batch, rows, which changes the run by what is measured of it",
+    ),
+    "determinism of fused sums": (
+        "kernels: {deterministic: true, tp_overlap: symmetric-memory}\n"
+        "layout: {tp: 2}\ncluster: {device: cuda}",
+        "kernels.deterministic",
+        "saw true with kernels.tp_overlap=symmetric-memory, whose fused sums promise no order",
+    ),
+    "determinism of cuDNN's attention": (
+        "kernels: {deterministic: true, attention: cudnn}\nprecision: bf16\ncluster: {device: cuda}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision bf16"
+        " and kernels.deterministic",
+    ),
+    "a loss without a model of one's own": (
+        "model: {loss: 'my_package.loss:focal'}",
+        "model.loss",
+        "saw a value without model.builder; drop it",
+    ),
+    "a loss that is no import path": (
+        "model: {builder: 'a.b:c', loss: focal}",
+        "model.loss",
+        "saw 'focal'",
+    ),
     "a group of no parameter": (
         "optimizer: {groups: [{pattern: embedding.*, rate_factor: 0.5}]}",
         "optimizer.groups.0.pattern",

@@ -39,6 +39,8 @@ from picotron_ray.layout.shards import Box, Shard, region, uncovered, whole
 
 ERROR_FEEDBACK = "error_feedback"
 """First part of the names of tensors that a stored state need not have: none was kept when it was written."""
+WEIGHT_AVERAGE = "ema"
+"""First part of the names of averaged weights. A stored state without them stands for averages that begin."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -122,8 +124,9 @@ def restore(
 ) -> None:
     """Fill the live tensors in place from a source, whatever layout wrote it.
 
-    No collective is used. Error feedback that the source lacks becomes zero. Where it raises, the tensors are
-    partly overwritten: initialise or restore again before use.
+    No collective is used. Error feedback that the source lacks becomes zero; an average of weights that it
+    lacks begins as the weights. Where it raises, the tensors are partly overwritten: initialise or restore
+    again before use.
 
     Args:
         moved: called after each piece that was read.
@@ -141,6 +144,9 @@ def restore(
         for entry in wanted.pop(name):
             assert isinstance(entry.tensor, torch.Tensor)
             entry.tensor.zero_()
+    for name in [name for name in wanted if name.startswith(f"{WEIGHT_AVERAGE}/") and not stored.get(name)]:
+        plain = name.partition("/")[2]
+        stored[name] = stored.get(plain) or source.pieces([plain]).get(plain, [])
     _check(wanted, stored)
     planner, reader = _BoxPlanner(wanted, moved), _PieceReader(source, stored)
     metadata = reader.read_metadata()

@@ -97,6 +97,7 @@ def checkpoints_export(
     step: Annotated[int | None, typer.Option(help="of the commit; default: the newest")] = None,
     dtype: Annotated[str, typer.Option(help="of the tensors: float32 or bfloat16")] = "float32",
     shard_gib: Annotated[float, typer.Option(min=0.001, help="most GiB per file")] = 4.0,
+    weights: Annotated[str, typer.Option(help="trained, or ema: their moving average")] = "trained",
     as_json: AsJson = False,
 ) -> None:
     """Write a commit as a Hugging Face checkpoint that transformers loads.
@@ -109,7 +110,10 @@ def checkpoints_export(
 
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
-        done = hf_export.export_hf(_job(config, overrides), folder, step, dtype, int(shard_gib * 2**30))
+        if weights not in ("trained", "ema"):
+            raise ConfigError(f"--weights: saw {weights}, expected trained or ema")
+        shard_bytes = int(shard_gib * 2**30)
+        done = hf_export.export_hf(_job(config, overrides), folder, step, dtype, shard_bytes, weights)
         text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
         emit(done) if as_json else print(text)
 

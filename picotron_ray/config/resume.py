@@ -38,6 +38,7 @@ _VERDICTS: dict[str, Verdict] = {
     "comm.bits": "warn",
     "init_from": "refuse",
     "evaluate.samples": "warn",
+    "evaluate.weights": "warn",
 }
 
 

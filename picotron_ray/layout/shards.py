@@ -4,7 +4,7 @@ Every parameter and every optimizer moment is a named n-dimensional tensor of th
 one rank holds of it is a box (offset, size). Snapshots, chunks and restores speak of nothing else, so
 any layout restores into any other one. Parameter names are the model's own
 (``layers.3.attention.wq.weight``); an AdamW moment is ``exp_avg/<parameter>`` or ``exp_avg_sq/<parameter>``,
-Muon's is ``momentum/<parameter>``.
+Muon's is ``momentum/<parameter>``, and an average of weights ``ema/<parameter>``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import family_of
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.kept_activations import STATE_BYTES
-from picotron_ray.planner.memory import MOMENTS, budget_bytes, memory_estimate
+from picotron_ray.planner.memory import MOMENTS, averages, budget_bytes, memory_estimate
 from picotron_ray.planner.model_sizes import active_parameters, flops_per_token, parameter_count
 from picotron_ray.planner.plan import for_devices
 
@@ -72,7 +72,7 @@ def analyse(job: JobConfig, gpus: int, hardware: Hardware, held: dict[str, int] 
         active=active_parameters(job.model),
         trainable=count,
         bytes=held or {_dtype(kept): kept * count, job.precision: computed * count},
-        state_bytes=(2 + MOMENTS[job.optimizer.name]) * kept * count,
+        state_bytes=(2 + MOMENTS[job.optimizer.name] + averages(job)) * kept * count,
         flops_per_token=flops,
         flops_per_step=flops * data.global_batch * data.sequence_length,
         sequence_length=data.sequence_length,

@@ -40,7 +40,7 @@ class MemoryEstimate:
     """Bytes on the fullest worker of a layout."""
 
     state_bytes: float
-    """weights, gradients, and optimizer moments where they are not offloaded"""
+    """weights, gradients, averaged weights, and optimizer moments where they are not offloaded"""
     gathered_bytes: float
     """weights gathered for computation under ZeRO, and gradients not yet reduced"""
     activation_bytes: float
@@ -52,7 +52,7 @@ class MemoryEstimate:
     host_activation_bytes: float = 0.0
     """of the host: offloaded activations, of all micro-batches in flight"""
     kept_bytes: float = 0.0
-    """of what snapshots and checkpoints hold: weights and all moments"""
+    """of what snapshots and checkpoints hold: weights, averaged ones too, and all moments"""
 
     @property
     def total_bytes(self) -> float:
@@ -145,7 +145,7 @@ def _rank_state(
     if {0, layout.stages - 1} <= set(stages):
         # the head's copy follows the embedding (parallel.pipeline.tied_embeddings)
         mine -= tied_copy(job.model, layout) / shards
-    state += size * MOMENTS[job.optimizer.name] * mine
+    state += size * (MOMENTS[job.optimizer.name] + averages(job)) * mine
     if job.optimizer.offload:
         host = size * MOMENTS[job.optimizer.name] * mine
         staging = min(OFFLOAD_STAGING_BYTES, 2 * size * mine)
@@ -168,6 +168,11 @@ def _rank_state(
         host=host,
         kept=state + host - not_kept + owed,
     )
+
+
+def averages(job: JobConfig) -> int:
+    """Averages that are kept of every weight."""
+    return int(job.optimizer.ema_decay is not None)
 
 
 def _update_bytes(job: JobConfig, mine: float) -> float:

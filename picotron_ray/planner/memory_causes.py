@@ -18,7 +18,8 @@ def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, floa
     """
     again = blocks_again(job, layout, rank)
     estimate = rank_memory(job, layout, rank, again)
-    bare = job.optimizer.model_copy(update={"name": "sgd", "offload": False, "moments": "full"})
+    without = {"name": "sgd", "offload": False, "moments": "full", "ema_decay": None}
+    bare = job.optimizer.model_copy(update=without)
     plain = rank_memory(job.model_copy(update={"optimizer": bare}), layout, rank, again)
     received = receive_bytes(job, layout, rank)
     return {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.kept_activations import STATE_BYTES
-from picotron_ray.planner.memory import MOMENTS, rank_memory
+from picotron_ray.planner.memory import MOMENTS, averages, rank_memory
 from picotron_ray.planner.model_sizes import blocks_again, stage_parameters
 
 
@@ -72,12 +72,13 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
 def _held_here(kept: float, state: float, job: JobConfig) -> float:
     """Bytes of the weights: with the gradients they are what is in ``state`` and not in ``kept``."""
     staged = state - kept
-    return staged if not job.optimizer.offload else kept / (1 + MOMENTS[job.optimizer.name])
+    return staged if not job.optimizer.offload else kept / (1 + MOMENTS[job.optimizer.name] + averages(job))
 
 
 def _optimizer(job: JobConfig, parameters: str, size: int, host: float) -> str:
     name, moments = job.optimizer.name, MOMENTS[job.optimizer.name]
+    average = f" + {parameters} x {size} bytes (average)" if averages(job) else ""
     if host:
-        return f"staging of {name}'s {host:,.0f} bytes in host memory"
+        return f"staging of {name}'s {host:,.0f} bytes in host memory{average}"
     width = "1.02 bytes" if job.optimizer.moments == "8bit" else f"{size} bytes"
-    return f"{parameters} x {moments} moments x {width} ({name})"
+    return f"{parameters} x {moments} moments x {width} ({name}){average}"

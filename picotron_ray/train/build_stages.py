@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import torch
@@ -32,6 +33,7 @@ from picotron_ray.parallel.parallelize import parallelize
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
 from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.planner.model_sizes import stage_bounds
+from picotron_ray.train.determinism import choose_algorithms, prepare_cublas
 from picotron_ray.train.precision.precision import autocast_dtype, master_dtype, set_matrix_products
 
 
@@ -63,6 +65,8 @@ def build_stages(
         indices = " and ".join(str(stage + 1) for stage in stages)
         applied.append(f"pipeline stage {indices} of {layout.stages}, {layout.schedule}")
     set_matrix_products(job)
+    prepare_cublas(job, os.environ)
+    applied += choose_algorithms(job)
     if compiles(job):
         CODE.begin(layout)
     bounds = stage_bounds(job.model, layout.cut)

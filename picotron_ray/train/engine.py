@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -251,16 +252,26 @@ class Engine:
         return self._balance.load()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[StepBatch]) -> tuple[float, int]:
-        """Return this rank's sum of token losses and number of tokens; (0.0, 0) where it owns no loss."""
+    def evaluate(self, batches: Sequence[StepBatch], averaged: bool = False) -> tuple[float, int]:
+        """Return this rank's sum of token losses and number of tokens; (0.0, 0) where it owns no loss.
+
+        Args:
+            averaged: by the moving average of the weights. Nothing may read `state` meanwhile.
+        """
         total, tokens_seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for batch in batches:
-            for loss in self._passes.losses(batch):
-                total += loss
-            tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+        with self._optimizer.average.in_place(self._weights_moved) if averaged else nullcontext():
+            for batch in batches:
+                for loss in self._passes.losses(batch):
+                    total += loss
+                tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+            self._weights_moved()
+        return (float(total), tokens_seen) if self._owns_loss else (0.0, 0)
+
+    def _weights_moved(self) -> None:
+        """Forget copies of weights, gathered ones too."""
+        self._gradients.update_copies()
         for model in self._models.values():
             free_gathered_weights(model)
-        return (float(total), tokens_seen) if self._owns_loss else (0.0, 0)
 
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:
         """Decide which parts compute in low precision, by held-out batches; all ranks together.
@@ -272,9 +283,9 @@ class Engine:
 
     # --- state ---------------------------------------------------------------------------------------
 
-    def weights(self) -> list[StateTensor]:
-        """List the weights of this rank, without moments: live storage."""
-        return self._state.weights()
+    def weights(self, averages: bool = False) -> list[StateTensor]:
+        """List this rank's weights, with their moving averages if asked, without moments: live storage."""
+        return self._state.weights(averages)
 
     def state(self) -> list[StateTensor]:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""

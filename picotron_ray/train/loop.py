@@ -308,7 +308,10 @@ class Loop:
     def _evaluate(self, step: int) -> float:
         """Measure the held-out loss, summed over all ranks."""
         self.page.phase("evaluate")
-        loss_sum, tokens = self.engine.evaluate(self.eval_batches)
+        averaged = self.job.evaluate.weights == "ema"
+        if averaged:
+            self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
+        loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged)
         agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
         total = sum(batch.global_tokens for batch in self.eval_batches)
         loss = agreement.loss_sum / total

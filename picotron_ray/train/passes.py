@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.models.custom import import_object
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.data.fsdp import prepare_backward
 from picotron_ray.parallel.local_shards import LocalParameter
-from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
+from picotron_ray.parallel.loss.cross_entropy import at_least_fp32, token_losses, weighted_sum
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.train.cuda_graphs import StepGraph
@@ -200,9 +201,16 @@ def choose_passes(
 
 
 def loss_function(job: JobConfig, mesh: Mesh, definition: ModelDefinition) -> LossFunction:
-    """Return the sum of weighted token losses, from logits or from the losses that a linear head makes."""
+    """Return the sum of weighted token losses, from logits or from the losses that a linear head makes.
+
+    A loss of the user's own sees whole rows of logits over the whole vocabulary: the config refuses it where
+    they are cut.
+    """
     if job.kernels.loss == "linear":
         return lambda losses, targets, weights: weighted_sum(losses, weights)
+    if job.model.loss is not None:
+        own = import_object("model.loss", job.model.loss)
+        return lambda logits, targets, weights: weighted_sum(own(at_least_fp32(logits), targets), weights)
     group = mesh.group("tp") if definition.sequence_parallel else None
     first, _ = chunk(job.model.vocab_size, mesh.layout.tp, mesh.at.tp)
 

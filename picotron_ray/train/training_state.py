@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, Encoded, StateTensor
+from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, WEIGHT_AVERAGE, Encoded, StateTensor
 from picotron_ray.layout.shards import Box, Shard, region, slabs
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.local_shards import LocalParameter
@@ -44,16 +44,18 @@ class TrainingState:
         self._layout, self._rank = mesh.layout, mesh.rank
         self._first_group = mesh.layout.state_group(mesh.rank) == 0
 
-    def weights(self) -> list[StateTensor]:
-        """List the weights, without moments."""
-        return [_shard(p.spec.name, p, p.local) for p in self._parameters]
+    def weights(self, averages: bool = False) -> list[StateTensor]:
+        """List the weights, if asked with their moving averages, without moments."""
+        found = [_shard(p.spec.name, p, p.local) for p in self._parameters]
+        return [*found, *self._moment_shards((WEIGHT_AVERAGE,))] if averages else found
 
     def tensors(self) -> list[StateTensor]:
         """List weights, moments and the loss scale."""
-        return [*self.weights(), *self._moment_shards(), *self._scales()]
+        return [*self.weights(), *self._moment_shards(self._moments), *self._scales()]
 
-    def _moment_shards(self) -> Iterator[StateTensor]:
-        for moment, values in self._moments.items():
+    def _moment_shards(self, moments: Iterable[str]) -> Iterator[StateTensor]:
+        for moment in moments:
+            values = self._moments.get(moment, {})
             for p in self._trained:
                 if p.spec.name in values:
                     yield _shard(f"{moment}/{p.spec.name}", p, values[p.spec.name])
@@ -94,7 +96,10 @@ class TrainingState:
 
     @torch.no_grad()
     def initialise(self, seed: int, moved: Callable[[], None] = lambda: None) -> None:
-        """Set weights, moments and scale of step 0, a piece at a time, and call ``moved`` after each."""
+        """Set weights, moments and scale of step 0, a piece at a time, and call ``moved`` after each.
+
+        Averages begin as the weights, all else beside them at zero.
+        """
         initial = self._definition.initial(seed)
         for parameter in self._parameters:
             local, box = parameter.local, parameter.box
@@ -104,6 +109,11 @@ class TrainingState:
         for values in self._moments.values():
             for value in values.values():
                 value.zero_()
+        averages = self._moments.get(WEIGHT_AVERAGE, {})
+        for p in self._trained if averages else ():
+            average = averages[p.spec.name]
+            assert isinstance(average, Tensor)  # never kept in 8 bits
+            average.copy_(p.local)
         self._scaling.initialise()
 
 

@@ -44,6 +44,12 @@ def encoder(
     return EncoderModel(vocabulary, hidden, heads, inner, layers, longest, dropout)
 
 
+def focal(logits: Tensor, targets: Tensor) -> Tensor:
+    """What ``model.loss: own_models:focal`` computes (Lin et al. 2017): easy tokens weigh less."""
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return ((1 - (-losses).exp()).square() * losses).view(targets.shape)
+
+
 class InPlace(nn.Module):
     """Adds to what its blocks put out where it lies; theirs are views, as torch's linear layers give them."""
 

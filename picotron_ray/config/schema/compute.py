@@ -214,6 +214,12 @@ class KernelsConfig(Section):
         description="adamw: one kernel, or foreach: a few operations, each over all tensors, which take one"
         " more copy of the parameters while they run",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="the same bits in every run of a layout on the same machines: torch's deterministic"
+        " algorithms, which may be slower; what has none is refused (cudnn attention, symmetric-memory,"
+        " comm.selector, adapt.apply). NCCL's choice of algorithm must not change between the runs either",
+    )
     cuda_graphs: bool = Field(
         default=False,
         description="on CUDA: record a micro-batch's forward and backward pass once and replay it, for models"

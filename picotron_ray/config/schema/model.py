@@ -192,6 +192,13 @@ class ModelConfig(Section):
         description="a model of your own: import path package.module:function of what builds it; of the keys"
         " above only vocab_size applies then",
     )
+    loss: str | None = Field(
+        default=None,
+        pattern=IMPORT_PATH,
+        description="loss of a model of your own: import path package.module:function of a function (logits"
+        " [batch, seq, vocab], targets [batch, seq]) that gives losses of tokens [batch, seq]; null:"
+        " cross-entropy",
+    )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the builder; plain data"
     )

@@ -35,6 +35,33 @@ class ScheduleConfig(Section):
     )
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with a learning rate or weight decay of their own, by a pattern of their names.
+
+    Example::
+
+        optimizer:
+          groups:
+            - pattern: embed.*
+              rate_factor: 0.5
+            - pattern: "*.down.weight"
+              weight_decay: 0.0
+    """
+
+    pattern: str = Field(
+        min_length=1,
+        description="glob of canonical parameter names (layers.*.attention.*); * matches dots too, and of"
+        " several groups that match a name the first counts",
+    )
+    rate_factor: float = Field(default=1.0, gt=0, description="factor of the learning rate")
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="decoupled decay of all that the pattern matches, norms and biases too; null: as without"
+        " the group",
+    )
+
+
 class OptimizerConfig(Section):
     """Optimizer; its state is stored uncut, as the weights are.
 
@@ -88,5 +115,16 @@ class OptimizerConfig(Section):
     )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest global gradient norm; null: no clipping"
+    )
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="keep an exponential moving average of the weights beside the moments, in their type: the"
+        " share of it that stays per update; null: none. Begun in a run that had none, it starts as the"
+        " weights are; a smaller share forgets them sooner",
+    )
+    groups: tuple[ParameterGroupConfig, ...] = Field(
+        default=(), description="parameters with a rate or decay of their own, by patterns of their names"
     )
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="learning-rate schedule")

@@ -308,6 +308,10 @@ class EvaluateConfig(Section):
     samples: int = Field(
         default=64, ge=1, description="held-out samples per evaluation, always the same ones"
     )
+    weights: Literal["trained", "ema"] = Field(
+        default="trained",
+        description="weights that are evaluated: as trained, or their moving average (optimizer.ema_decay)",
+    )
 
 
 class MetricsConfig(Section):

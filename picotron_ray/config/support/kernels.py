@@ -23,8 +23,9 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
     Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
-    take them, and adaptive precision needs those that fp32 has too. Scores are capped by the formulas, and
-    over whole rows by the package flash-attn, which auto does not take: it may not be there.
+    take them, adaptive precision needs those that fp32 has too, and ``kernels.deterministic`` those whose
+    backward pass has a deterministic way. Scores are capped by the formulas, and over whole rows by the package
+    flash-attn, which auto does not take: it may not be there.
     """
     if job.model.attention_softcap is not None:
         packaged = device == "cuda" and cp == 1 and "flash-attn" in _on_cuda(job)
@@ -32,7 +33,7 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
     if device == "cpu":
         return ["flash", "math"]
     without: set[Backend] = {"flash-attn"} if cp > 1 else set()
-    if job.data.document_masks or windowed(job):
+    if job.data.document_masks or windowed(job) or job.kernels.deterministic:
         without.add("cudnn")
     if job.data.document_masks and cp > 1:  # a part of a row: no sequence of its own
         without.add("flash")
@@ -64,6 +65,7 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
         "document masks": job.data.document_masks,
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
+        "kernels.deterministic": cuda and job.kernels.deterministic,
         f"heads of {heads}": cuda and heads % 8 > 0,
     }
     where = " and ".join(words for words, met in said.items() if met)

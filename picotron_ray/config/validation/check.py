@@ -18,6 +18,7 @@ from picotron_ray.config.validation import (
     kernels,
     memory,
     model,
+    optimizer,
     service,
     telemetry,
 )
@@ -26,6 +27,7 @@ RULES = (
     *adapt.RULES,
     *model.RULES,
     *compute.RULES,
+    *optimizer.RULES,
     *comm.RULES,
     *kernels.RULES,
     *memory.RULES,

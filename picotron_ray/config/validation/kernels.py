@@ -8,6 +8,8 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.support.determinism import KEY as DETERMINISTIC
+from picotron_ray.config.support.determinism import determinism_problems
 from picotron_ray.config.support.devices import device_problems, graph_problems
 from picotron_ray.config.support.kernels import attention_problem, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
@@ -46,6 +48,8 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.optimizer != "fused" and job.optimizer.offload:
         text = f"saw {job.kernels.optimizer} with optimizer.offload=true, which updates by the host's fused"
         yield Problem("kernels.optimizer", f"{text} kernel; drop one", ("optimizer.offload",))
+    for key, text in determinism_problems(job).items():
+        yield Problem(DETERMINISTIC, text, (key,))
     yield from _graphs(job)
     yield from _closed_norms(job)
     yield from _compiled_functions(job)
@@ -182,7 +186,9 @@ def _attention(job: JobConfig) -> Iterator[Problem]:
     problem = problems[-1]
     if problem and all(problems):
         yield Problem(
-            "kernels.attention", problem, ("cluster.device", "precision", "layout.cp", "data.document_masks")
+            "kernels.attention",
+            problem,
+            ("cluster.device", "precision", "layout.cp", "data.document_masks", DETERMINISTIC),
         )
 
 

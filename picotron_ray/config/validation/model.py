@@ -17,11 +17,11 @@ BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a docume
 def _builder(job: JobConfig) -> Iterator[Problem]:
     """Keys that do not go with `model.builder`, or not without it."""
     model, plain = job.model, ModelConfig()
-    own = ("arguments", "plan", "built")
+    own = ("loss", "arguments", "plan", "built")
     skipped = {"vocab_size", "builder", *own} if model.builder else set(ModelConfig.model_fields) - set(own)
     for key in ModelConfig.model_fields:
         if key not in skipped and getattr(model, key) != getattr(plain, key):
-            text = "a value with model.builder, which takes only vocab_size, arguments and plan"
+            text = "a value with model.builder, which takes only vocab_size, loss, arguments and plan"
             yield Problem(
                 f"model.{key}",
                 f"saw {text if model.builder else 'a value without model.builder'}; drop it",

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import MoeConfig
+from picotron_ray.models.layers.expert_rows import rows_of, sum_of_rows
 from picotron_ray.models.layers.fused_linear import computed_in, joined
 from picotron_ray.models.layers.pointwise import silu_gate
 from picotron_ray.models.layers.swiglu import SwiGLU
@@ -320,8 +321,8 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         chosen, order = _by_expert(routing)
         counts = torch.bincount(chosen, minlength=self.router.config.experts)
-        source = order // routing.experts.size(-1)
-        arrival = self.transport.send(_as_computed(tokens[source]), counts)
+        top_k = routing.experts.size(-1)
+        arrival = self.transport.send(_as_computed(rows_of(tokens, order, top_k)), counts)
         # The shared expert's halves stand between start and end of each transfer, forward and backward.
         hidden = None if self.shared is None else self.shared.inner(x)
         rows, here = arrival.wait()
@@ -329,7 +330,7 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared is None or hidden is None else self.shared.down(hidden)
         gates = routing.gates.flatten()[order].unsqueeze(-1)
         results = returning.wait() * gates
-        out = results.new_zeros(tokens.shape).index_add(0, source, results).to(x.dtype).view_as(x)
+        out = sum_of_rows(results, order, len(tokens), top_k).to(x.dtype).view_as(x)
         if shared is not None:
             out = out + shared
         return out if routing.loss is None else _Auxiliary.apply(out, routing.loss, self.scale)

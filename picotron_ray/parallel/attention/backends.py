@@ -264,16 +264,18 @@ def _flash_attn_kernel(compiled: bool, softcap: float | None = None) -> RowAtten
             f"kernels.attention: saw flash-attn, which is not installed; {install_extra('flash')}"
         ) from error
 
-    capped = {} if softcap is None else {"softcap": softcap}
+    more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    if torch.are_deterministic_algorithms_enabled():  # torch's kernels look at that by themselves
+        more["deterministic"] = True
 
     def varied(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         row, sides = q.size(-2), (-1, -1) if window is None else (window - 1, 0)
         heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
-        how: dict[str, Any] = {"causal": True, "window_size": sides, **capped}
+        options: dict[str, Any] = {"causal": True, "window_size": sides, **more}
         if starts is None:
-            out: Tensor = flash_attn_func(*heads, **how)
+            out: Tensor = flash_attn_func(*heads, **options)
         else:
-            out = flash_attn_varlen_func(*heads, starts, starts, row, row, **how)
+            out = flash_attn_varlen_func(*heads, starts, starts, row, row, **options)
         return _from_flash_layout(out, row)
 
     of_documents = _with_document_starts(varied, compiled)

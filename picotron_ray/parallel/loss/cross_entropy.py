@@ -56,6 +56,11 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses.sum(dim=1) * weights.to(losses.dtype)).sum()
 
 
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """Logits in fp32 where they come in 16 bits, in which a sum over a large vocabulary would lose much."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
 def token_losses(
     logits: Tensor, targets: Tensor, tp_group: dist.ProcessGroup | None, first: int = 0
 ) -> Tensor:
@@ -66,9 +71,7 @@ def token_losses(
         targets: ``[rows, seq]`` int64 global token ids.
         first: the id of the first logit here.
     """
-    flat = logits.flatten(0, 1)
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = flat.float()
+    flat = at_least_fp32(logits.flatten(0, 1))
     if tp_group is None:
         losses = F.cross_entropy(flat, targets.flatten(), reduction="none")
     else:

@@ -71,7 +71,9 @@ class CommitCheckpoint(Checkpoint):
         self.set_metadata(metadata)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights by their name in the uncut model, optimizer moments as ``exp_avg/<name>``; on the CPU.
+        """Weights by their name in the uncut model, on the CPU, with moments and averages beside them.
+
+        A moment is ``exp_avg/<name>``, an average of weights ``ema/<name>``.
 
         Raises:
             CorruptError: the manifest or a chunk does not match its digest.

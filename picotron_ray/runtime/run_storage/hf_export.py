@@ -21,17 +21,24 @@ from picotron_ray.models.huggingface import names as hf
 from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 
+AVERAGED = "ema/"
+"""How the names of averaged weights begin (`checkpoint.torch_state`, which needs torch)."""
 
-def export_hf(job: JobConfig, folder: Path, step: int | None, dtype: str, shard_bytes: int) -> dict[str, Any]:
+
+def export_hf(
+    job: JobConfig, folder: Path, step: int | None, dtype: str, shard_bytes: int, weights: str = "trained"
+) -> dict[str, Any]:
     """Write a commit as a checkpoint that transformers loads.
 
     Args:
         step: of the commit; None: the newest.
         dtype: ``float32`` or ``bfloat16``.
         shard_bytes: most tensor bytes per file (a larger tensor has a file of its own).
+        weights: ``trained``, or ``ema``: their moving average (what no gradient moves has none).
 
     Raises:
-        ConfigError: the folder is not empty, there is no such commit, or transformers has no such model.
+        ConfigError: the folder is not empty, there is no such commit, it has no averages, or transformers has
+            no such model.
         CorruptError: the commit does not verify.
     """
     hf.architecture_of(job.model)
@@ -43,6 +50,7 @@ def export_hf(job: JobConfig, folder: Path, step: int | None, dtype: str, shard_
     except NotFoundError as error:
         raise ConfigError(f"{error}; check name and storage.url") from error
     _check_same_model(job, found.manifest, storage)
+    stored = _stored(job, found.manifest, weights)
     kept = hf_assets.load(storage)
     data = job.data
     config = hf.hf_config(
@@ -53,7 +61,7 @@ def export_hf(job: JobConfig, folder: Path, step: int | None, dtype: str, shard_
     except OSError as error:
         raise ConfigError(f"--to: {folder} cannot be made: {error}; name another folder") from error
     try:
-        written = _write_files(folder, _tensors(job, found.manifest, storage, dtype), shard_bytes)
+        written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
         hf_assets.write(folder, kept)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
@@ -99,7 +107,24 @@ def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> N
             )
 
 
-def _tensors(job: JobConfig, manifest: Manifest, storage: Storage, dtype: str) -> Iterator[tuple[str, Any]]:
+def _stored(job: JobConfig, manifest: Manifest, weights: str) -> dict[str, str]:
+    """By the name of a parameter, the stored tensor that is exported for it. Raises ConfigError."""
+    table = parameter_table(job.model)
+    if weights == "trained":
+        return {spec.name: spec.name for spec in table}
+    there = manifest.tensors()
+    missing = [spec.name for spec in table if spec.trained and AVERAGED + spec.name not in there]
+    if missing:
+        raise ConfigError(
+            f"--weights: saw {weights}, but the commit of step {manifest.step} holds no average of"
+            f" {missing[0]}; train with optimizer.ema_decay first, or export trained"
+        )
+    return {spec.name: AVERAGED * spec.trained + spec.name for spec in table}
+
+
+def _tensors(
+    job: JobConfig, manifest: Manifest, storage: Storage, dtype: str, stored: Mapping[str, str]
+) -> Iterator[tuple[str, Any]]:
     """Name and tensor, in Hugging Face's terms."""
     import torch
 
@@ -107,8 +132,9 @@ def _tensors(job: JobConfig, manifest: Manifest, storage: Storage, dtype: str) -
 
     shards: dict[str, Shard] = {name: parts[0].shard for name, parts in manifest.tensors().items()}
     for held in hf.tensors(job.model, hf.architecture_of(job.model)):
-        ours = uncut([shards[name] for name in held.ours], CommitSource(storage, manifest))
-        parts = [ours[name].to(getattr(torch, dtype)) for name in held.ours]
+        names = [stored[name] for name in held.ours]
+        ours = uncut([shards[name] for name in names], CommitSource(storage, manifest))
+        parts = [ours[name].to(getattr(torch, dtype)) for name in names]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         whole = whole.T if held.transposed else whole
         for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):

@@ -45,6 +45,7 @@ from picotron_ray.runtime.worker.remote_slots import find_service
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.step_telemetry import make_page
 from picotron_ray.runtime.worker.testimony import testify
+from picotron_ray.train.determinism import prepare_cublas
 from picotron_ray.train.optim.quantized_state import codebook_of
 from picotron_ray.train.precision.precision import check_precision
 from picotron_ray.train.step_sync import SNAPSHOT, STOP
@@ -63,6 +64,7 @@ class Worker:
         torch.set_num_threads(1)
         self._job = JobConfig.model_validate(job)
         carry_collectives(self._job, ray.util.get_node_ip_address(), os.environ)
+        prepare_cublas(self._job, os.environ)  # before anything multiplies
         preload(self._job)
         self._chaos = WorkerChaos(self._job.chaos, self._open_storage)
         self._lock = threading.Lock()

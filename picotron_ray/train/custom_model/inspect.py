@@ -9,6 +9,7 @@ All that can be tried is tried:
 - The module is built twice, and must be the same.
 - It runs on a few tokens in fp64: shape, repeatability, causality, independence of rows, constant buffers.
 - It runs once at the job's sequence length.
+- A loss of the user's own gives one number per token, with a gradient, whatever other rows there are.
 - A tensor-parallel plan, the user's or a proposed one, runs at each degree with threads for ranks. Its logits
   and gradients must equal those of the whole module.
 - The chain of a pipeline must give the logits of the whole module.
@@ -35,6 +36,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
 from picotron_ray.train.custom_model.compile_check import check_compiles
+from picotron_ray.train.custom_model.loss_check import check_loss
 from picotron_ray.train.custom_model.plan_search import Trial, find_blocks, find_pipeline, find_tensor
 
 KEY = "model.builder"
@@ -57,6 +59,7 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
     _check_repeatable(module, build_whole(model, job.seed))
     _check_randomness(module)
     trial = _check_forward(job, module)
+    of_loss = check_loss(job, trial)
     plan = read_plan(model)
     blocks = find_blocks(module, plan)
     _check_ties(module, blocks)
@@ -78,7 +81,7 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
         no_tensor=tensor.why,
         no_pipeline=no_pipeline,
     )
-    return built, _said(model, built)
+    return built, [*_said(model, built), *of_loss]
 
 
 def _embeddings(module: nn.Module) -> tuple[str, ...]:

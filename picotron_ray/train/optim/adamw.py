@@ -83,10 +83,13 @@ class AdamW:
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update once; ``step`` is the update's number, from 1."""
-        for names, weights, indices, decay in self._groups:
-            averages, squares = ([self.moments[moment][name] for name in names] for moment in MOMENTS)
-            chosen = [gradients[number] for number in indices]
-            update(self._config, self._fused, weights, chosen, averages, squares, rate, step, decay)
+        for group in self._groups:
+            averages, squares = ([self.moments[moment][name] for name in group.names] for moment in MOMENTS)
+            chosen = [gradients[number] for number in group.indices]
+            own = rate * group.factor
+            update(
+                self._config, self._fused, group.weights, chosen, averages, squares, own, step, group.decay
+            )
 
 
 class QuantizedAdamW:
@@ -108,7 +111,7 @@ class QuantizedAdamW:
         self.moments: dict[str, dict[str, QuantizedTensor | Tensor]] = {
             moment: dict(kept) for moment, kept in self._others.moments.items()
         }
-        self._buckets: list[tuple[list[ParameterSlice], float, list[QuantizedTensor]]] = []
+        self._buckets: list[tuple[list[ParameterSlice], ParameterGroup, list[QuantizedTensor]]] = []
         for group in groups:
             for run in bucketed(_chosen(group, True), 4 * bucket_elements):
                 self._add(run, bucket_elements)
@@ -132,12 +135,12 @@ class QuantizedAdamW:
         for where, parts in slices(run, most):
             size = (sum(part.weights.numel() for part in parts),)
             kept = [flat.part(where.start, where.start + size[0], size) for flat in flats]
-            self._buckets.append((parts, run.decay, kept))
+            self._buckets.append((parts, run, kept))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update once; ``step`` is the update's number, from 1."""
         self._others.step(gradients, rate, step)
-        for parts, decay, kept in self._buckets:
+        for parts, group, kept in self._buckets:
             sizes = [part.weights.numel() for part in parts]
             chosen = [
                 gradients[part.number].reshape(-1).narrow(0, part.start, size)
@@ -146,15 +149,17 @@ class QuantizedAdamW:
             wide = [moment.values() for moment in kept]
             averages, squares = (values.split(sizes) for values in wide)
             weights = [part.weights for part in parts]
-            update(self._config, self._fused, weights, chosen, averages, squares, rate, step, decay)
+            own = rate * group.factor
+            update(self._config, self._fused, weights, chosen, averages, squares, own, step, group.decay)
             for moment, values in zip(kept, wide, strict=True):
                 moment.keep(values)
 
 
 def _chosen(group: ParameterGroup, large: bool) -> ParameterGroup:
     """Select the parameters whose moments are kept in 8 bits, or the others."""
-    names, weights, indices, decay = group
-    which = [i for i, weight in enumerate(weights) if is_quantizable(weight) is large]
-    return ParameterGroup(
-        [names[i] for i in which], [weights[i] for i in which], [indices[i] for i in which], decay
+    which = [i for i, weight in enumerate(group.weights) if is_quantizable(weight) is large]
+    return group._replace(
+        names=[group.names[i] for i in which],
+        weights=[group.weights[i] for i in which],
+        indices=[group.indices[i] for i in which],
     )

@@ -34,12 +34,21 @@ SLOTS = 2
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters of one weight decay: names, this rank's weights, and the indices of their gradients."""
+    """Parameters of one weight decay and one factor of the learning rate.
+
+    Fields:
+        names: canonical ones.
+        weights: this rank's, in that order.
+        indices: of their gradients.
+        decay: factor of the group's learning rate by which weights shrink per step.
+        factor: of the learning rate.
+    """
 
     names: Sequence[str]
     weights: list[Tensor]
     indices: Sequence[int]
     decay: float
+    factor: float = 1.0
 
 
 class ParameterSlice(NamedTuple):
@@ -55,7 +64,7 @@ def bucketed(group: ParameterGroup, bucket_bytes: int) -> Iterator[ParameterGrou
     taken = 0
     for weights in buckets(group.weights, bucket_bytes):
         which = slice(taken, taken + len(weights))
-        yield ParameterGroup(group.names[which], weights, group.indices[which], group.decay)
+        yield group._replace(names=group.names[which], weights=weights, indices=group.indices[which])
         taken += len(weights)
 
 
@@ -82,12 +91,15 @@ class OffloadBucket:
 
     Args:
         parts: of one dtype.
-        decay: factor of the learning rate by which their weights shrink.
+        group: whose weight decay and learning rate they have.
         first, second: their moments, flat, in host memory.
     """
 
-    def __init__(self, parts: Sequence[ParameterSlice], decay: float, first: Tensor, second: Tensor) -> None:
-        self.parts, self.decay, self.first, self.second = parts, decay, first, second
+    def __init__(
+        self, parts: Sequence[ParameterSlice], group: ParameterGroup, first: Tensor, second: Tensor
+    ) -> None:
+        self.parts, self.first, self.second = parts, first, second
+        self.decay, self.factor = group.decay, group.factor
         self.weights = [part.weights for part in parts]
         self._sizes = [part.weights.numel() for part in parts]
         self.elements = sum(self._sizes)
@@ -153,7 +165,7 @@ class OffloadedAdamW:
             views = [p.view(w.shape) for p, w in zip(flat.split(sizes), group.weights, strict=True)]
             self.moments[moment] |= zip(group.names, views, strict=True)
         for where, parts in slices(group, bucket_bytes // dtype.itemsize):
-            self._buckets.append(OffloadBucket(parts, group.decay, *(flat[where] for flat in flats)))
+            self._buckets.append(OffloadBucket(parts, group, *(flat[where] for flat in flats)))
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update once. On return, moments are written, and the update of weights is in the device's queue.
@@ -171,10 +183,11 @@ class OffloadedAdamW:
             slot = self._slots[number % SLOTS]
             _finish(slot.arrived)
             _finish(slot.returned)  # of the step's bucket two before, which used the same buffer
-            self._update(bucket, slot, rate, step)
+            own = rate * bucket.factor
+            self._update(bucket, slot, own, step)
             slot.returned = self._up.copy(slot.up[: bucket.elements], slot.update[: bucket.elements])
             self._up.follow(slot.returned)
-            torch._foreach_mul_(bucket.weights, 1.0 - rate * bucket.decay)
+            torch._foreach_mul_(bucket.weights, 1.0 - own * bucket.decay)
             torch._foreach_add_(bucket.weights, bucket.updates(slot.up))
 
     def _send_down(self, number: int, gradients: Sequence[Tensor]) -> None:

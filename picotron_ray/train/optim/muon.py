@@ -75,8 +75,13 @@ class Muon:
         self._like = torch.empty(0, dtype=dtype, device=device)
         self.momentum = {name: torch.zeros_like(p.local) for name, p in self._parameters.items()}
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, weight_decay: float) -> None:
+    def step(
+        self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], decays: Mapping[str, float]
+    ) -> None:
         """Update once, all ranks of a pipeline stage together.
+
+        Args:
+            gradients, rates, decays: gradient, learning rate and weight decay by the parameter's name.
 
         w ← (1 - rate · decay) w - rate · 0.2 · sqrt(max(rows, columns)) · direction, so that learning rate
         and decay of AdamW carry over (Liu et al. 2025). The direction is Nesterov's: orthogonal((1 - µ) g +
@@ -85,13 +90,13 @@ class Muon:
         weights = {name: parameter.local for name, parameter in self._parameters.items()}
         for name, gradient in gradients.items():
             self.momentum[name].lerp_(gradient, 1.0 - self._decay)
-        for weight in weights.values():
-            weight.mul_(1.0 - rate * weight_decay)
+        for name, weight in weights.items():
+            weight.mul_(1.0 - rates[name] * decays[name])
         for matrices, there, back in self._rounds:
             found = self._orthogonal(matrices, self._gather(matrices, there, gradients))
             for matrix, box, update in self._give_back(matrices, back, found):
                 scale = UPDATE_RMS * math.sqrt(max(matrix.shape))
-                self._part(weights, matrix.name, box).add_(update, alpha=-rate * scale)
+                self._part(weights, matrix.name, box).add_(update, alpha=-rates[matrix.name] * scale)
 
     def _part(self, tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
         """Return the part of this rank's tensor of a parameter that a box covers, as a view."""

@@ -5,19 +5,22 @@ speak DTensor. Here the moments exist from the start, so that snapshots can list
 the step number is the engine's. They are plain tensors in the boxes of their parameters.
 
 Weight decay is decoupled for all (Loshchilov & Hutter 2019), and not applied to norms and biases. Muon takes
-the matrices inside blocks and leaves everything else to AdamW.
+the matrices inside blocks and leaves everything else to AdamW. A group of the config (``optimizer.groups``)
+gives what its pattern matches another rate and decay; names are the same at every layout, and so are groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from picotron_ray.checkpoint.torch_state import WEIGHT_AVERAGE
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
+from picotron_ray.config.support.parameter_groups import group_of
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.local_shards import LocalParameter
@@ -27,6 +30,7 @@ from picotron_ray.train.optim.matrix_exchange import assign_owners
 from picotron_ray.train.optim.muon import Muon
 from picotron_ray.train.optim.quantized_state import QuantizedTensor
 from picotron_ray.train.optim.sgd import SGD
+from picotron_ray.train.optim.weight_average import WeightAverage
 from picotron_ray.train.precision.precision import orthogonalization_dtype
 
 
@@ -49,6 +53,15 @@ class UpdateRule(Protocol):
 def decays(spec: ParameterSpec, config: OptimizerConfig) -> bool:
     """Return whether weight decay applies to a parameter."""
     return spec.decay and (config.decay_embeddings or not spec.embedding)
+
+
+def pace(spec: ParameterSpec, config: OptimizerConfig) -> tuple[float, float]:
+    """Return a parameter's factor of the learning rate, and its weight decay."""
+    decay = config.weight_decay if decays(spec, config) else 0.0
+    group = group_of(config, spec.name)
+    if group is None:
+        return 1.0, decay
+    return group.rate_factor, decay if group.weight_decay is None else group.weight_decay
 
 
 def build_optimizer(
@@ -87,8 +100,9 @@ class Optimizer:
         host: the device, and threads of the host, where AdamW's moments are kept off the device.
 
     Fields:
+        average: the moving average of the weights, if the config asks for one.
         moments: per moment name, by the name of each parameter that has it (none for sgd), a tensor, or its
-            values in 8 bits.
+            values in 8 bits; the average is among them.
         applied: what is not plain about the moments, one phrase each.
     """
 
@@ -103,24 +117,27 @@ class Optimizer:
     ) -> None:
         of_muon = set() if muon is None else set(muon.momentum)
         others = [i for i, p in enumerate(parameters) if p.spec.name not in of_muon]
-        groups = [
-            _group(parameters, chosen, config.weight_decay if decay else 0.0)
-            for decay in (True, False)
-            if (chosen := [i for i in others if decays(parameters[i].spec, config) is decay])
-        ]
+        groups = _groups(parameters, others, config)
         self._rules: list[UpdateRule] = [_rule(config, groups, fused, host)]
         if muon is not None:
-            names = [parameter.spec.name for parameter in parameters]
-            self._rules.append(_MuonRule(muon, names, config.weight_decay))
+            self._rules.append(_MuonRule(muon, [parameter.spec for parameter in parameters], config))
         self.moments: dict[str, dict[str, Tensor | QuantizedTensor]] = {
             moment: dict(kept) for rule in self._rules for moment, kept in rule.moments.items()
         }
-        self.applied = self._applied() if config.moments == "8bit" else ()
+        self.average = WeightAverage(config.ema_decay, parameters)
+        if self.average.values:
+            self.moments[WEIGHT_AVERAGE] = dict(self.average.values)
+        self.applied = tuple(self._applied(config))
 
-    def _applied(self) -> tuple[str, ...]:
-        kept = self.moments[MOMENTS[0]].values()
-        count = sum(isinstance(moment, QuantizedTensor) for moment in kept)
-        return (f"moments of {count} of {len(kept)} tensors in 8 bits",)
+    def _applied(self, config: OptimizerConfig) -> Iterator[str]:
+        if config.moments == "8bit":
+            kept = self.moments[MOMENTS[0]].values()
+            count = sum(isinstance(moment, QuantizedTensor) for moment in kept)
+            yield f"moments of {count} of {len(kept)} tensors in 8 bits"
+        if config.groups:
+            yield f"{len(config.groups)} parameter groups"
+        if config.ema_decay is not None:
+            yield f"moving average of the weights, decay {config.ema_decay:g}"
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
@@ -134,11 +151,26 @@ class Optimizer:
         """
         for rule in self._rules:
             rule.step(gradients, rate, step)
+        self.average.follow()
 
 
-def _group(parameters: Sequence[LocalParameter], chosen: Sequence[int], decay: float) -> ParameterGroup:
-    names = [parameters[i].spec.name for i in chosen]
-    return ParameterGroup(names, [parameters[i].local for i in chosen], chosen, decay)
+def _groups(
+    parameters: Sequence[LocalParameter], chosen: Sequence[int], config: OptimizerConfig
+) -> list[ParameterGroup]:
+    """Sort parameters by factor of the learning rate and weight decay."""
+    alike: dict[tuple[float, float], list[int]] = {}
+    for i in chosen:
+        alike.setdefault(pace(parameters[i].spec, config), []).append(i)
+    return [
+        ParameterGroup(
+            [parameters[i].spec.name for i in which],
+            [parameters[i].local for i in which],
+            which,
+            decay,
+            factor,
+        )
+        for (factor, decay), which in alike.items()
+    ]
 
 
 def _rule(
@@ -158,14 +190,18 @@ class _MuonRule:
     """Muon by the names of its parameters.
 
     Args:
-        names: of all parameters of the rank, in the order of their gradients.
+        specs: all parameters of the rank, in the order of their gradients.
     """
 
-    def __init__(self, muon: Muon, names: Sequence[str], decay: float) -> None:
-        self._muon, self._decay = muon, decay
-        self._mine = [(i, name) for i, name in enumerate(names) if name in muon.momentum]
+    def __init__(self, muon: Muon, specs: Sequence[ParameterSpec], config: OptimizerConfig) -> None:
+        self._muon = muon
+        self._mine = [(i, spec.name) for i, spec in enumerate(specs) if spec.name in muon.momentum]
+        paces = {spec.name: pace(spec, config) for spec in specs}
+        self._factors = {name: paces[name][0] for _, name in self._mine}
+        self._decays = {name: paces[name][1] for _, name in self._mine}
         self.moments: dict[str, dict[str, Tensor]] = {"momentum": muon.momentum}
 
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update the matrices once."""
-        self._muon.step({name: gradients[i] for i, name in self._mine}, rate, self._decay)
+        rates = {name: rate * factor for name, factor in self._factors.items()}
+        self._muon.step({name: gradients[i] for i, name in self._mine}, rates, self._decays)

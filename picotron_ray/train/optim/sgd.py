@@ -20,5 +20,6 @@ class SGD:
     def step(self, gradients: Sequence[Tensor], rate: float, step: int) -> None:
         """Update once."""
         for group in self._groups:
-            torch._foreach_mul_(group.weights, 1.0 - rate * group.decay)
-            torch._foreach_add_(group.weights, [gradients[i] for i in group.indices], alpha=-rate)
+            own = rate * group.factor
+            torch._foreach_mul_(group.weights, 1.0 - own * group.decay)
+            torch._foreach_add_(group.weights, [gradients[i] for i in group.indices], alpha=-own)

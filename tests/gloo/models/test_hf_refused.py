@@ -198,6 +198,9 @@ def test_another_model_than_the_run_was_trained_with_is_not_exported(tmp_path: P
             assert ", expected " in line
             assert line.endswith(", as run 'mine' was trained; give its config"), line
         assert not out.exists()
+    code, line = command("export-hf", config, "--to", out, "--weights", "ema")
+    assert (code, out.exists()) == (2, False)
+    assert line.startswith("error: --weights: saw ema, but the commit of step 0 holds no average of ")
     assert command("export-hf", config, "--to", out)[0] == 0
 
 

@@ -21,7 +21,7 @@ from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stag
 from picotron_ray.train.custom_model.inspect import inspect
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, Result, make_job, run_layout
-from tests.support.gloo.parity import check, compare, thinned
+from tests.support.gloo.parity import check, compare, reference, thinned
 from tests.support.gloo.pool import Pool
 
 
@@ -45,6 +45,24 @@ def built(name: str, plan: dict[str, Any] | None = None, **arguments: Any) -> Mo
     if name == "gpt2":
         pytest.importorskip("transformers")
     return looked_into(model(name, plan, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("layout", "global_batch"),
+    thinned(
+        [
+            (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7),
+            (Layout(dp=2, pp=2, micro_batch=2), 10),
+            (Layout(tp=2, pp=2, micro_batch=3), 12),
+        ],
+        (0, 1),
+    ),
+)
+def test_a_loss_of_ones_own(pool: Pool, layout: Layout, global_batch: int) -> None:
+    own = looked_into(model("chain").model_copy(update={"loss": "own_models:focal"}))
+    check(pool, layout, global_batch, own)
+    losses = [reference("sgd", global_batch, config).loss[0] for config in (own, built("chain"))]
+    assert losses[0] < 0.999 * losses[1], "not cross-entropy's"
 
 
 # --- every layout as in one process ----------------------------------------------------------------------

@@ -5,6 +5,7 @@ The reference is the model of transformers itself, trained by torch alone on the
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, terms
 
 pytestmark = pytest.mark.filterwarnings("default")
-STEPS, BATCH, CLIP = 5, 4, 0.5
+STEPS, BATCH, CLIP, DECAY = 5, 4, 0.5, 0.6
 # kind of model (tied: smollm, gpt2; a mixture: qwen3-moe), layout that is killed, layout that goes on
 WAYS = {
     "smollm": (Layout(dp=2, tp=2, zero=1, micro_batch=1), Layout(cp=2, zero=3, micro_batch=2)),
@@ -54,7 +55,13 @@ def job_of(kind: str, folder: Path) -> JobConfig:
         model=model,
         steps=STEPS,
         data={**data, "sequence_length": LENGTH, "global_batch": BATCH},
-        optimizer={"name": "sgd", "learning_rate": 0.2, "clip_norm": CLIP, "weight_decay": 0.0},
+        optimizer={
+            "name": "sgd",
+            "learning_rate": 0.2,
+            "clip_norm": CLIP,
+            "weight_decay": 0.0,
+            "ema_decay": DECAY,
+        },
         checkpoint={"interval_steps": 1000},
         evaluate={"interval_steps": 1000, "samples": 4},
         snapshot={"interval_steps": 1, "folder": str(folder)},
@@ -67,10 +74,10 @@ def logits_of(model: Any) -> torch.Tensor:
     return found
 
 
-def train(model: Any, job: JobConfig, folder: Path) -> None:
-    """Plain SGD on the run's samples, in one process."""
+def train(model: Any, job: JobConfig, folder: Path) -> Any:
+    """Plain SGD on the run's samples, in one process; returns the model of the averaged weights."""
     samples = build_dataset(job.data, job.model.vocab_size, job.seed, folder).train
-    parameters = list(model.parameters())
+    parameters, averaged = list(model.parameters()), deepcopy(model)
     for step in range(1, STEPS + 1):
         batch = make_batch(samples, job.seed, Layout(micro_batch=BATCH), 0, BATCH, step)
         rows = torch.from_numpy(batch.tokens).flatten(0, 1)
@@ -82,6 +89,9 @@ def train(model: Any, job: JobConfig, folder: Path) -> None:
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= rate * gradient
+            for average, parameter in zip(averaged.parameters(), parameters, strict=True):
+                average.lerp_(parameter, 1 - DECAY)
+    return averaged
 
 
 def claim(store: RunStore) -> int:
@@ -113,7 +123,7 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     job = job_of(kind, tmp_path)
     manifest = import_hf(job, tmp_path / "hf")["manifest"]
     before = logits_of(theirs)
-    train(theirs, job, tmp_path)
+    averaged = train(theirs, job, tmp_path)
     expected = logits_of(theirs)
     assert (expected - before).norm() > 0.01 * before.norm(), "training moved the weights"
 
@@ -135,11 +145,14 @@ def test_in_through_two_layouts_and_out(pool: Pool, tmp_path: Path, kind: str) -
     store.executor.shutdown()
     store.committer.shutdown()
 
-    assert export_hf(job, tmp_path / "back", None, "float32", 20_000)["step"] == STEPS
-    back = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    assert type(back) is type(theirs)
-    difference = float((logits_of(back) - expected).norm() / expected.norm())
-    print(f"{kind}: {difference:.1e}")
-    assert difference <= 1e-5
+    for weights, wanted in (("trained", expected), ("ema", logits_of(averaged))):
+        out = tmp_path / weights
+        assert export_hf(job, out, None, "float32", 20_000, weights)["step"] == STEPS
+        back = transformers.AutoModelForCausalLM.from_pretrained(
+            out, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        assert type(back) is type(theirs)
+        difference = float((logits_of(back) - wanted).norm() / wanted.norm())
+        print(f"{kind}, {weights}: {difference:.1e}")
+        assert difference <= 1e-5
+    assert (logits_of(averaged) - expected).norm() > 1e-3 * expected.norm()

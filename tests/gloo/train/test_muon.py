@@ -169,7 +169,7 @@ def test_update_equals_torchs() -> None:
     for _ in range(4):
         theirs.grad = torch.randn(12, 20)
         with torch.no_grad():
-            muon.step({"w": theirs.grad.clone()}, 0.1, 0.3)
+            muon.step({"w": theirs.grad.clone()}, {"w": 0.1}, {"w": 0.3})
         other.step()
     moved, expected = ours.detach() - start, theirs.detach() - start
     assert float((moved - expected).norm() / expected.norm()) < 0.01

@@ -171,7 +171,7 @@ CASES = thinned(LAYOUTS, (2, 4, 5, 7, 9), lambda model, layout, _: f"{KINDS[mode
 def test_layout_rounds_as_one_process(pool: Pool, model: ModelConfig, layout: Layout, cut: bool) -> None:
     job = job_of("8bit", model)
     ranks = [results[0] for results in pool.run(layout.world_size, run_layout, [job], layout)]
-    assert all("in 8 bits" in " ".join(rank.applied) for rank in ranks)
+    assert all("in 8 bits" in str(rank.applied) for rank in ranks)
     assert all(rank.stable for rank in ranks)
     assert wrong(assemble([rank.state for rank in ranks]), cut, model) == []
 

@@ -621,6 +621,71 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.momentum",
         "saw 0.9 with optimizer.name=adamw, which has none; drop it or use optimizer.name=muon",
     ),
+    "determinism of ways that are chosen by time": (
+        "kernels: {deterministic: true}\ncomm: {selector: true}",
+        "kernels.deterministic",
+        "saw true with comm.selector=true, which takes the way that was fastest",
+    ),
+    "determinism of a run that adapts": (
+        "kernels: {deterministic: true}\nadapt: {apply: [micro-batch, rows]}",
+        "kernels.deterministic",
+        "saw true with adapt.apply=micro-batch, rows, which changes the run by what is measured of it",
+    ),
+    "determinism of fused sums": (
+        "kernels: {deterministic: true, tp_overlap: symmetric-memory}\n"
+        "layout: {tp: 2}\ncluster: {device: cuda}",
+        "kernels.deterministic",
+        "saw true with kernels.tp_overlap=symmetric-memory, whose fused sums promise no order",
+    ),
+    "determinism of cuDNN's attention": (
+        "kernels: {deterministic: true, attention: cudnn}\nprecision: bf16\ncluster: {device: cuda}",
+        "kernels.attention",
+        "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision bf16"
+        " and kernels.deterministic",
+    ),
+    "a loss without a model of one's own": (
+        "model: {loss: 'my_package.loss:focal'}",
+        "model.loss",
+        "saw a value without model.builder; drop it",
+    ),
+    "a loss that is no import path": (
+        "model: {builder: 'a.b:c', loss: focal}",
+        "model.loss",
+        "saw 'focal'",
+    ),
+    "a group of no parameter": (
+        "optimizer: {groups: [{pattern: embedding.*, rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw embedding.*, which matches no trained parameter; the nearest is embed.weight",
+    ),
+    "a group of what nothing trains": (
+        "model: {moe: {experts: 4, balance: bias}}\n"
+        "optimizer: {groups: [{pattern: '*.router.bias', rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw *.router.bias, which matches no trained parameter; the nearest is layers.0.mlp.router.weight",
+    ),
+    "a group behind another that takes all of it": (
+        "optimizer: {groups: [{pattern: 'layers.*', rate_factor: 2.0},"
+        " {pattern: layers.0.*, weight_decay: 0.0}]}",
+        "optimizer.groups.1.pattern",
+        "saw layers.0.*, all of whose parameters go to layers.* before it (the first match counts)",
+    ),
+    "a group that changes nothing": (
+        "optimizer: {groups: [{pattern: embed.*}]}",
+        "optimizer.groups.0",
+        "saw neither rate_factor nor weight_decay, a group that changes nothing; say one, or drop it",
+    ),
+    "a group that does not learn": (
+        "optimizer: {groups: [{pattern: embed.*, rate_factor: 0}]}",
+        "optimizer.groups.0.rate_factor",
+        "saw 0, expected a number > 0",
+    ),
+    "an average that keeps all": ("optimizer: {ema_decay: 1.0}", "optimizer.ema_decay", "> 0 and < 1"),
+    "evaluation of averages that nobody keeps": (
+        "evaluate: {weights: ema}",
+        "evaluate.weights",
+        "saw ema with optimizer.ema_decay=null, which keeps none; say a decay (0.999), or use trained",
+    ),
     "moments of plain sgd": (
         "optimizer: {name: sgd, beta2: 0.99}",
         "optimizer.beta2",

@@ -173,7 +173,8 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
     dp_index = layout.coordinates(rank).dp
     for step in range(1, STEPS + 1):
         if step == STEPS and job.optimizer.name != "sgd":  # once per layout will do
-            result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)])
+            averaged = job.evaluate.weights == "ema"
+            result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)], averaged)
         feed = batch(job, layout, dp_index, step)
         result.loss.append(float(engine.forward_backward(feed, result.phases.append)))
         engine.reduce(result.phases.append)

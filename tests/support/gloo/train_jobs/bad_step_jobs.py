@@ -169,8 +169,8 @@ def _numbers(bad: Bad, mine: bool) -> Iterator[None]:
             assert isinstance(weight, torch.Tensor)
             weight.view(-1)[-1] = math.inf
 
-    def unknown(self: Engine, batches: Sequence[StepBatch]) -> tuple[float, int]:
-        loss, tokens = evaluate(self, batches)
+    def unknown(self: Engine, batches: Sequence[StepBatch], *rest: Any) -> tuple[float, int]:
+        loss, tokens = evaluate(self, batches, *rest)
         return (math.nan if bad.evaluation and mine else loss), tokens
 
     Engine.gradients_of, Engine.optimizer_step, Engine.evaluate = poisoned, infinite, unknown  # type: ignore[method-assign, assignment]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from picotron_ray.models.families.deepseek.family import DEEPSEEK
 from picotron_ray.models.families.family import Family
 from picotron_ray.models.families.gpt2.family import GPT2
 from picotron_ray.models.families.llama.family import LLAMA
@@ -16,8 +17,8 @@ from picotron_ray.models.parameters import ParameterSpec
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-FamilyName = Literal["llama", "gpt2", "olmo2"]
-FAMILIES: dict[FamilyName, Family] = {"llama": LLAMA, "gpt2": GPT2, "olmo2": OLMO2}
+FamilyName = Literal["llama", "gpt2", "olmo2", "deepseek"]
+FAMILIES: dict[FamilyName, Family] = {"llama": LLAMA, "gpt2": GPT2, "olmo2": OLMO2, "deepseek": DEEPSEEK}
 
 assert set(FAMILIES) == set(get_args(FamilyName))
 

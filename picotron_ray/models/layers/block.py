@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from picotron_ray.models.layers.attention import Attention
 from picotron_ray.models.layers.pointwise import AddedNorm, added_norm
 from picotron_ray.models.layers.rms_norm import RMSNorm
 
@@ -13,6 +12,7 @@ class PreNormBlock(nn.Module):
     """One pre-norm decoder block.
 
     Args:
+        attention: of hidden states and numbers of documents.
         attention_norm, mlp_norm: norms of the inputs of ``attention`` and ``mlp``.
         mlp: hidden layer; a mixture of experts takes the rows' weights too.
 
@@ -23,7 +23,7 @@ class PreNormBlock(nn.Module):
     def __init__(
         self,
         attention_norm: RMSNorm | nn.LayerNorm,
-        attention: Attention,
+        attention: nn.Module,
         mlp_norm: RMSNorm | nn.LayerNorm,
         mlp: nn.Module,
     ) -> None:

@@ -24,6 +24,7 @@ PUBLISHED = {
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
     "olmo2-1b": 1_484_916_736,
+    "deepseek-v2-lite": 15_706_484_224,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 

@@ -9,6 +9,9 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import family_of
 
+WIDEST_HEAD = 256
+"""Width of the widest heads of FlashAttention-2 and of cuDNN."""
+
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 Norm = Literal["eager", "closed-form", "compiled"]
 
@@ -42,7 +45,7 @@ def _on_cuda(job: JobConfig) -> list[Backend]:
     low = job.precision in ("bf16", "fp16", "fp8")
     if job.model.head_size % (8 if low else 4):  # loads are of 16 bytes
         return ["math"]
-    if low and job.adaptive_precision.error_bound is None:
+    if low and job.adaptive_precision.error_bound is None and job.model.head_size <= WIDEST_HEAD:
         return ["flash", "cudnn", "flash-attn", "efficient", "math"]
     return ["efficient", "math"]
 
@@ -59,7 +62,7 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
         "context parallelism": cp > 1,
         "document masks": job.data.document_masks,
         "a sliding window": cuda and windowed(job),
-        f"heads of {heads}": cuda and heads % 8 > 0,
+        f"heads of {heads}": cuda and (heads % 8 > 0 or heads > WIDEST_HEAD),
     }
     where = " and ".join(words for words, met in said.items() if met)
     private = ", whose backward pass over a part of a row is private" if cuda and cp > 1 else ""

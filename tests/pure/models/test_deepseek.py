@@ -296,6 +296,24 @@ def test_kernels_that_mixtures_lack_are_refused_and_others_are_not() -> None:
         parse_job({"model": {**BASE, "moe": V3_MOE}, "kernels": {"activation": "compiled"}})
 
 
+@pytest.mark.parametrize(("rope", "offered"), [(64, True), (192, False)])
+def test_heads_that_are_too_wide_for_a_kernel_are_refused(rope: int, offered: bool) -> None:
+    """Heads of 192, as published, are not; those of 320 are."""
+    mla = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": rope, "v_head_dim": 128}
+    config = {
+        "model": {**BASE, "mla": mla},
+        "precision": "bf16",
+        "cluster": {"device": "cuda"},
+        "kernels": {"attention": "flash"},
+    }
+    if offered:
+        parse_job(config)
+        return
+    text = "saw flash, expected auto or one of efficient, math on cuda with precision bf16 and heads of 320"
+    with pytest.raises(ConfigError, match=text):
+        parse_job(config)
+
+
 def test_the_recipes_config_is_that_of_the_published_model() -> None:
     model = load_job("deepseek-v2-lite", ["data.path=/corpus"]).model
     assert ModelConfig.model_validate(model_keys(LITE)) == model

@@ -22,6 +22,15 @@ from picotron_ray.planner.model_sizes import parameter_count, stage_bounds, stag
 
 TINY = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=3, heads=6, kv_heads=2)
 OLMO2 = TINY.model_copy(update={"family": "olmo2"})
+DEEPSEEK = ModelConfig(
+    **TINY.model_dump()
+    | {
+        "family": "deepseek",
+        "kv_heads": 6,
+        "mla": {"kv_lora_rank": 8, "q_lora_rank": 10},
+        "moe": {"experts": 4, "shared_intermediate_size": 8, "balance": "bias", "first_dense_layers": 1},
+    }
+)
 GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})
 
 
@@ -83,7 +92,7 @@ def reference(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, DEEPSEEK])
 @pytest.mark.parametrize("tie", [False, True])
 def test_table_is_the_module(tie: bool, config: ModelConfig) -> None:
     config = config.model_copy(update={"tie_embeddings": tie})
@@ -200,7 +209,7 @@ def test_rotary_table_survives_inference_mode() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, DEEPSEEK])
 def test_plan_names_every_module_that_has_parameters(config: ModelConfig) -> None:
     model = Transformer(config)
     globs = {glob.replace("*", "0") for glob, _ in family_of(config).tensor_plan(config)}

@@ -9,8 +9,8 @@ Nothing here knows of a mesh. These properties make it cuttable:
 
 Blocks and norms are those of the family's ``modules.py``, which has two functions:
 
-- ``block(config, kernel, layer)``: the module of an absolute layer number, of hidden states ``[batch, seq,
-  hidden]``, a mixture's weights of rows and numbers of documents, with ``attention`` and ``mlp`` inside.
+- ``block(config, kernel, layer)``: a module of hidden states ``[batch, seq, hidden]``, a mixture's weights of
+  rows and numbers of documents, with ``attention`` and ``mlp`` inside.
 - ``norm(config)``: the norm before the head.
 """
 
@@ -32,7 +32,7 @@ from picotron_ray.models.layers.rms_norm import RMSNorm, closed_added_norm
 class FamilyModules(Protocol):
     """A family's ``modules.py``."""
 
-    def block(self, config: ModelConfig, kernel: AttentionKernel, layer: int) -> nn.Module: ...
+    def block(self, config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> nn.Module: ...
 
     def norm(self, config: ModelConfig) -> nn.Module: ...
 

@@ -80,7 +80,7 @@ def _rope_scaling(model: ModelConfig) -> Iterator[Problem]:
 def _family(job: JobConfig) -> Iterator[Problem]:
     """Keys that go with one family and not with another."""
     if job.model.builder is None:
-        yield from family_of(job.model).rules(job.model, job.data.sequence_length)
+        yield from family_of(job.model).problems(job.model, job.data.sequence_length)
 
 
 def _moe(job: JobConfig) -> Iterator[Problem]:

@@ -19,8 +19,8 @@ def untaken(model: ModelConfig, keys: Sequence[str]) -> Iterator[Problem]:
             yield Problem(f"model.{key}", text)
 
 
-def others_only(model: ModelConfig) -> Iterator[Problem]:
-    """Keys of ``model.family=deepseek`` in another family."""
+def unlatent(model: ModelConfig) -> Iterator[Problem]:
+    """Keys of latent attention, and of dense blocks before mixtures, in a family without."""
     yield from untaken(model, ("mla",))
     if model.moe.first_dense_layers:
         saw = f"saw {model.moe.first_dense_layers} with model.family={model.family}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from picotron_ray.config.problem import Problem
+from picotron_ray.models.decoder.rules import unlatent
 from picotron_ray.models.decoder.tensor_plan import TensorPlan
 from picotron_ray.models.huggingface.mapping import HuggingFaceMapping
 from picotron_ray.models.parameters import ParameterSpec
@@ -40,6 +41,7 @@ class Family:
         compiled_functions: functions that can be compiled by themselves, by the key of ``kernels`` that asks
             for it: (modules, their field).
         huggingface: its checkpoints in Hugging Face's format.
+        latent: whether its attention is latent, and its first blocks may be dense beside mixtures.
     """
 
     summary: str
@@ -52,3 +54,10 @@ class Family:
     fused_modules: Callable[[ModelConfig], tuple[str, ...]]
     compiled_functions: Callable[[ModelConfig], Mapping[str, tuple[str, str]]]
     huggingface: HuggingFaceMapping
+    latent: bool = False
+
+    def problems(self, model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
+        """Mistakes in a config's ``model`` section, keys that other families alone have among them."""
+        yield from self.rules(model, sequence_length)
+        if not self.latent:
+            yield from unlatent(model)

@@ -28,4 +28,5 @@ DEEPSEEK = Family(
     fused_modules=fused_modules,
     compiled_functions=compiled_functions,
     huggingface=HUGGINGFACE,
+    latent=True,
 )

@@ -11,7 +11,7 @@ from picotron_ray.models.decoder.rules import untaken
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe", "mla")
+UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "rope_scaling", "rope_theta", "moe")
 
 
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:

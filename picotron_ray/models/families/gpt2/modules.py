@@ -39,8 +39,8 @@ def norm(config: ModelConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
-def block(config: ModelConfig, kernel: AttentionKernel, layer: int) -> PreNormBlock:
-    """One block; all are alike."""
+def block(config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> PreNormBlock:
+    """One block; all layers are alike."""
     attention = Attention(config, kernel, biased=True, out_biased=True)
     mlp = GeluMlp(config.hidden_size, config.intermediate_size)
     return PreNormBlock(norm(config), attention, norm(config), mlp)

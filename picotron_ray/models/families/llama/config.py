@@ -1,7 +1,4 @@
-"""Rules of a config with ``model.family=llama``.
-
-It takes all keys but those of learned positions and of latent attention.
-"""
+"""Rules of a config with ``model.family=llama``, which takes all keys but learned positions."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.models.decoder.rules import others_only, unlearned_positions
+from picotron_ray.models.decoder.rules import unlearned_positions
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
@@ -18,4 +15,3 @@ if TYPE_CHECKING:
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
     """Mistakes in the ``model`` section."""
     yield from unlearned_positions(model)
-    yield from others_only(model)

@@ -28,8 +28,8 @@ def _hidden_layer(config: ModelConfig) -> nn.Module:
     return SwiGLU(config.hidden_size, config.intermediate_size)
 
 
-def block(config: ModelConfig, kernel: AttentionKernel, layer: int) -> PreNormBlock:
-    """One block; all are alike."""
+def block(config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> PreNormBlock:
+    """One block; all layers are alike."""
 
     def head_norm() -> RMSNorm | None:
         return RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None

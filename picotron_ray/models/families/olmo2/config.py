@@ -11,7 +11,7 @@ from picotron_ray.models.decoder.rules import unlearned_positions, untaken
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-UNTAKEN = ("head_dim", "qkv_bias", "sliding_window", "moe", "mla")
+UNTAKEN = ("head_dim", "qkv_bias", "sliding_window", "moe")
 
 
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:

@@ -48,6 +48,6 @@ def norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps)
 
 
-def block(config: ModelConfig, kernel: AttentionKernel, layer: int) -> PostNormBlock:
-    """One block; all are alike."""
+def block(config: ModelConfig, kernel: AttentionKernel, layer: int = 0) -> PostNormBlock:
+    """One block; all layers are alike."""
     return PostNormBlock(config, kernel)

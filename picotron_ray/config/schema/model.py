@@ -102,6 +102,12 @@ class LatentConfig(Section):
     v_head_dim: int = Field(
         default=32, ge=1, description="width of a value head, at most that of a query head"
     )
+    mscale_all_dim: float = Field(
+        default=0.0,
+        ge=0,
+        description="how far attention is made sharper where model.rope_scaling stretches: scores are"
+        " multiplied by (0.1 x mscale_all_dim x ln(factor) + 1) squared; 0: they are not",
+    )
 
     @property
     def head_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_ray.config.schema.compute import KernelsConfig
-from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig, RopeScaling
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.deepseek.modules import LATENT_EPS, LatentAttention
 from picotron_ray.models.layers.attention import sdpa
@@ -135,12 +136,16 @@ def test_gradients_of_a_ranks_own_heads_alone_are_noticed(pool: Pool) -> None:
     assert any("gradient" in line for line in compare(job, layout, ranks))
 
 
-def test_latent_attention_is_that_of_the_paper() -> None:
-    """Head by head and position by position, by complex numbers."""
-    config = V3
+@pytest.mark.parametrize("mscale", [0.0, 0.7])
+def test_latent_attention_is_that_of_the_paper(mscale: float) -> None:
+    """Head by head and position by position, by complex numbers; scores sharper where positions stretch."""
+    config, stretched = V3, RopeScaling(factor=40.0)
+    config = config.model_copy(update={"mla": config.mla.model_copy(update={"mscale_all_dim": mscale})})
     mla, heads, length = config.mla, config.heads, 7
     torch.manual_seed(0)
-    module = LatentAttention(config, sdpa, rope_of(config.rope_theta, config.rope_scaling)).double()
+    rope = rope_of(config.rope_theta, config.rope_scaling)
+    module = LatentAttention(config.model_copy(update={"rope_scaling": stretched}), sdpa, rope).double()
+    times = (0.1 * mscale * math.log(40.0) + 1.0) ** 2
     x = torch.randn(1, length, config.hidden_size, dtype=torch.float64)
 
     def normed(y: Tensor, weight: Tensor) -> Tensor:
@@ -164,7 +169,7 @@ def test_latent_attention_is_that_of_the_paper() -> None:
     for head in range(heads):
         scores = q[:, head, :nope] @ kv[:, head, :nope].T + turn(q[:, head, nope:]) @ one_key.T
         hidden = torch.ones(length, length).triu(1).bool()
-        weights = (scores / mla.head_size**0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+        weights = (scores * times / mla.head_size**0.5).masked_fill(hidden, float("-inf")).softmax(-1)
         out.append(weights @ kv[:, head, nope:])
     torch.testing.assert_close(module(x)[0], torch.cat(out, -1) @ p["wo.weight"].T)
 

@@ -102,6 +102,11 @@ def parsed(**model: Any) -> JobConfig:
             "model.mla.v_head_dim",
             "expected at most qk_nope_head_dim + qk_rope",
         ),
+        (
+            {"mla": {**MLA, "mscale_all_dim": 0.7}},
+            "model.mla.mscale_all_dim",
+            "saw 0.7 with model.rope_scaling.factor=1, which stretches nothing; drop it",
+        ),
         ({"qk_norm": True}, "model.qk_norm", "saw a value with model.family=deepseek, which has none"),
         ({"head_dim": 16}, "model.head_dim", "saw a value with model.family=deepseek, which has none"),
         ({"sliding_window": 8}, "model.sliding_window", "saw a value with model.family=deepseek"),
@@ -202,7 +207,7 @@ def test_the_published_models_have_their_parameters() -> None:
         (
             V3,
             {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}},
-            "rope_scaling.rope_type: saw yarn, expected default or llama3: this family's scores",
+            "rope_scaling.rope_type: saw yarn, expected default or llama3: no other is built for DeepSeek",
         ),
     ],
 )

@@ -39,6 +39,7 @@ LLAMA3 = {
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
+SHARPER = {**LLAMA3, "mscale_all_dim": 0.7}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
@@ -67,6 +68,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-lite": ("DeepseekV2", LATENT),
     "deepseek-v2": ("DeepseekV2", {**LATENT, **LIMITED, "rms_norm_eps": 1e-4}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "n_shared_experts": 2}),
+    "deepseek-v3-llama3": (
+        "DeepseekV3",
+        {**LATENT, **GROUPS, "rope_parameters": SHARPER, "rope_scaling": SHARPER},
+    ),
     "deepseek-v3-free": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "deepseek-dense": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
     "qwen3-moe": (

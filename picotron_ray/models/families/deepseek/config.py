@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
 UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window")
-SCALINGS = ("llama3", "none", "default", None)
-"""Kinds of ``rope_scaling`` that leave attention scores as they are."""
+SCALINGS = ("llama3", None)
+"""Kinds of ``model.rope_scaling`` that are built here; None: it has no kinds."""
 
 
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
@@ -35,11 +35,14 @@ def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
         text = f"saw {mla.v_head_dim}, expected at most qk_nope_head_dim + qk_rope_head_dim = {mla.head_size}"
         against = ("model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim")
         yield Problem("model.mla.v_head_dim", f"{text}, the width that kernels get", against)
+    if mla.mscale_all_dim and model.rope_scaling.factor == 1.0:
+        text = (
+            f"saw {mla.mscale_all_dim:g} with model.rope_scaling.factor=1, which stretches nothing; drop it"
+        )
+        yield Problem("model.mla.mscale_all_dim", text, ("model.rope_scaling.factor",))
     kind = getattr(model.rope_scaling, "type", None)
     if kind not in SCALINGS:
-        text = (
-            f"saw {kind} with model.family=deepseek, whose scores it would scale too: not built; use llama3"
-        )
+        text = f"saw {kind} with model.family=deepseek, for which it is not built; use llama3"
         yield Problem("model.rope_scaling.type", text, family)
     if model.moe.experts and model.moe.first_dense_layers >= model.layers:
         text = f"saw {model.moe.first_dense_layers}, expected fewer than model.layers={model.layers}"

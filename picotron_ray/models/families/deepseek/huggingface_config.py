@@ -77,14 +77,14 @@ _FIXED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     V2: {"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     V3: {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
-_TURNED = ("default", "llama3")
+_TURNED, _SHARPER = ("default", "llama3"), "mscale_all_dim"
 
 
 def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Our ``model`` section for its config.json. Raises ConfigError, one line that names the key."""
     keys = Keys(hf, DEFAULTS[architecture], _ALIASES[architecture])
     keys.fixed({**_FIXED, **_FIXED_OF[architecture]})
-    _plain_scores(hf)
+    sharper = _sharper(hf)
     heads = keys.whole("num_attention_heads")
     keys.whole("max_position_embeddings")  # an export writes it back
     latent = {key: keys.whole(key) for key in _LATENT if key not in ("num_key_value_heads", "q_lora_rank")}
@@ -99,19 +99,27 @@ def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": keys.number("rms_norm_eps"),
         "tie_embeddings": keys.flag("tie_word_embeddings"),
         **rope_keys(hf, keys),
-        "mla": {"q_lora_rank": keys.whole_or_null("q_lora_rank"), **latent},
+        "mla": {"q_lora_rank": keys.whole_or_null("q_lora_rank"), **latent, **sharper},
         **_mixture_keys(architecture, keys),
     }
 
 
-def _plain_scores(hf: Mapping[str, Any]) -> None:
-    """Refuse positions whose scaling changes attention scores too (YaRN's mscale): not built here."""
+def _sharper(hf: Mapping[str, Any]) -> dict[str, float]:
+    """The coefficient by which stretched positions make attention sharper.
+
+    Refuses kinds of scaling that are not built for this family (YaRN).
+    """
+    found: dict[str, float] = {}
     for place in ("rope_scaling", "rope_parameters"):
         given = hf.get(place)
         kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else "default"
         if kind not in _TURNED:
-            expected = f"{' or '.join(_TURNED)}: this family's scores know no other"
-            raise refuse(f"{place}.rope_type", kind, expected)
+            raise refuse(
+                f"{place}.rope_type", kind, f"{' or '.join(_TURNED)}: no other is built for DeepSeek"
+            )
+        if isinstance(given, dict) and kind != "default" and given.get(_SHARPER):
+            found = {_SHARPER: Keys(given, {}, inside=f"{place}.").number(_SHARPER)}
+    return found
 
 
 def _mixture_keys(architecture: str, keys: Keys) -> dict[str, Any]:
@@ -149,9 +157,11 @@ def hf_config(model: ModelConfig, architecture: str, length: int) -> dict[str, A
     moe, mla = model.moe, model.mla
     found = {
         **base_config(model, length),
-        **mla.model_dump(),
+        **mla.model_dump(exclude={_SHARPER}),
         "head_dim": mla.qk_rope_head_dim,  # as transformers sets it, of the part with positions
     }
+    if mla.mscale_all_dim:
+        found["rope_scaling"] |= {_SHARPER: mla.mscale_all_dim}
     if architecture == V3:
         found |= {"rope_interleave": True, "num_nextn_predict_layers": 0}
     if not moe.experts:

@@ -5,6 +5,8 @@ Sources: DeepSeek-AI 2024 (DeepSeek-V2, section 2.1 and appendix C: latent atten
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,15 @@ from picotron_ray.models.parameters import SequenceShard
 
 LATENT_EPS = 1e-6
 """Epsilon of the latent vectors' norms, whatever that of the others (as in DeepSeek's published code)."""
+
+
+def score_times(config: ModelConfig) -> float:
+    """What attention scores are multiplied by beside 1 / sqrt(head): YaRN's square, by a coefficient.
+
+    (0.1 x mscale_all_dim x ln(factor) + 1)², Peng et al. 2023 (YaRN), section 3.4, as DeepSeek has it.
+    """
+    factor = config.rope_scaling.factor
+    return 1.0 if factor <= 1.0 else (0.1 * config.mla.mscale_all_dim * math.log(factor) + 1.0) ** 2
 
 
 class LatentAttention(nn.Module):
@@ -51,7 +62,7 @@ class LatentAttention(nn.Module):
         mla, hidden = config.mla, config.hidden_size
         self.parts = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
         self.latent, self.value = mla.kv_lora_rank, mla.v_head_dim
-        self.rope, self.kernel = rope, kernel
+        self.rope, self.kernel, self.times = rope, kernel, score_times(config)
         self.shard: SequenceShard | None = None
         self.fused_linear: FusedLinear | None = None
         rank = mla.q_lora_rank
@@ -83,6 +94,8 @@ class LatentAttention(nn.Module):
             q = self.wq(self.q_norm(q))
         plain, turned = self._heads(q, *self.parts)
         q = torch.cat((plain, rotate(turned, self.rope, self.shard)), dim=-1)
+        if self.times != 1.0:
+            q = q * self.times
         latent, shared = kv.split((self.latent, self.parts[1]), dim=-1)
         plain, v = self._heads(self.wkv_b(self.kv_norm(latent)), self.parts[0], self.value)
         shared = rotate(shared.unsqueeze(1), self.rope, self.shard).to(plain.dtype)

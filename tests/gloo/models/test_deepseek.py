@@ -174,6 +174,26 @@ def test_latent_attention_is_that_of_the_paper(mscale: float) -> None:
     torch.testing.assert_close(module(x)[0], torch.cat(out, -1) @ p["wo.weight"].T)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("config", [V2, V3], ids=["v2", "v3"])
+def test_kernels_get_one_type_and_one_width(config: ModelConfig, closed: bool) -> None:
+    """Norms of latent vectors and turned parts are wider than products under autocast."""
+    given: list[Tensor] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+        given.extend((q, k, v))
+        return sdpa(q, k, v, documents, window)
+
+    module = LatentAttention(config, kernel, rope_of(config.rope_theta, config.rope_scaling))
+    for norm in (module.q_norm, module.kv_norm):
+        if norm is not None:
+            norm.closed = closed
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(torch.randn(2, 8, config.hidden_size))
+    assert {tensor.dtype for tensor in given} == {torch.bfloat16}
+    assert {tensor.shape for tensor in given} == {(2, config.heads, 8, config.mla.head_size)}
+
+
 @pytest.mark.parametrize("score", ["max", "top-2"])
 def test_tokens_go_to_the_best_groups_alone(score: str) -> None:
     config = MoeConfig(

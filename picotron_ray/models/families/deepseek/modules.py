@@ -35,6 +35,12 @@ def score_times(config: ModelConfig) -> float:
     return 1.0 if factor <= 1.0 else (0.1 * config.mla.mscale_all_dim * math.log(factor) + 1.0) ** 2
 
 
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """Normed in the weight's type: torch has no kernel for products of autocast by wider weights."""
+    found: Tensor = norm(x.to(norm.weight.dtype))
+    return found
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention, of all heads or of those of a tensor-parallel rank.
 
@@ -91,13 +97,13 @@ class LatentAttention(nn.Module):
         else:
             q, kv = (self.wq if self.wq_a is None else self.wq_a)(x), self.wkv_a(x)
         if self.q_norm is not None:
-            q = self.wq(self.q_norm(q))
+            q = self.wq(_normed(self.q_norm, q))
         plain, turned = self._heads(q, *self.parts)
         q = torch.cat((plain, rotate(turned, self.rope, self.shard)), dim=-1)
         if self.times != 1.0:
             q = q * self.times
         latent, shared = kv.split((self.latent, self.parts[1]), dim=-1)
-        plain, v = self._heads(self.wkv_b(self.kv_norm(latent)), self.parts[0], self.value)
+        plain, v = self._heads(self.wkv_b(_normed(self.kv_norm, latent)), self.parts[0], self.value)
         shared = rotate(shared.unsqueeze(1), self.rope, self.shard).to(plain.dtype)
         k = torch.cat((plain, shared.expand(-1, plain.size(1), -1, -1)), dim=-1)
         v = F.pad(v, (0, k.size(-1) - self.value))

@@ -10,7 +10,7 @@ class BlockProduct(NamedTuple):
     """One matrix product of a block, per token: ``into`` values become ``out``.
 
     Fields:
-        cut: the side that tensor parallelism divides.
+        cut: the side that tensor parallelism divides; ``whole``: none, every rank computes it.
         share: tokens that go through it, as a multiple of all tokens (a mixture's experts: ``top_k /
             experts`` each).
         copies: products of this shape.
@@ -18,7 +18,7 @@ class BlockProduct(NamedTuple):
 
     out: int
     into: int
-    cut: Literal["out", "into"]
+    cut: Literal["out", "into", "whole"]
     share: float = 1.0
     copies: int = 1
 
@@ -52,6 +52,9 @@ class ModelSizes:
             where another has cast the same input.
         rms_normed: elements per token that one block's RMSNorms keep where torch has no kernel for them.
         block_products: the matrix products of one block's forward pass; empty: their shapes are not known.
+        first: blocks before all others that are dense where those are mixtures. What is said of one block is
+            said of the others.
+        first_block, first_matrices: parameters of one of them, and those of its matrices.
     """
 
     layers: int
@@ -79,3 +82,20 @@ class ModelSizes:
     recast: int = 0
     rms_normed: int = 0
     block_products: tuple[BlockProduct, ...] = field(default=(), compare=False)
+    first: int = 0
+    first_block: int = 0
+    first_matrices: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied embedding counts once."""
+        return self.of_blocks(0, self.layers) + self.embed + self.head
+
+    def mixtures(self, start: int, end: int) -> int:
+        """Blocks of the half-open range of layers that are not of the first, dense ones."""
+        return max(0, end - max(start, self.first))
+
+    def of_blocks(self, start: int, end: int) -> int:
+        """Parameters of the half-open range of layers."""
+        others = self.mixtures(start, end)
+        return others * self.block + (end - start - others) * self.first_block

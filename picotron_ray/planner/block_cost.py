@@ -103,7 +103,7 @@ def _product_s(
     Expert parallelism leaves a rank ``1 / ep`` of the experts and brings them ``ep`` times the tokens.
     """
     out = product.out / (tp if product.cut == "out" else 1)
-    into = product.into / (tp if product.cut == "into" else 1)
+    into = product.into / (tp if product.cut == "into" else 1)  # whole: neither
     here = ep if product.copies > 1 else 1
     rows, count = tokens * product.share * here, product.copies / here
     item = COMPUTE_BYTES[job.precision]

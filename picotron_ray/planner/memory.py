@@ -21,6 +21,7 @@ from picotron_ray.planner.model_sizes import (
     remember_latest,
     sizes_of,
     stage_depth,
+    stage_mixtures,
     stage_parameters,
     tied_copy,
 )
@@ -139,7 +140,8 @@ def _rank_state(
     stages = layout.rank_stages(rank)
     parameters = sum(stage_parameters(job.model, layout.cut, stage, tp, ep) for stage in stages)
     depth = sum(stage_depth(job.model, layout.cut, stage) for stage in stages)
-    whole_mine = mine = _sharded(job, shared, parameters, depth) if zero else parameters
+    mixtures = sum(stage_mixtures(job.model, layout.cut, stage) for stage in stages)
+    whole_mine = mine = _sharded(job, shared, parameters, mixtures) if zero else parameters
     state, host = size * 2 * mine, 0.0  # weight and gradient
     not_kept = size * mine
     if {0, layout.stages - 1} <= set(stages):
@@ -152,8 +154,9 @@ def _rank_state(
         state, not_kept = state + staging - host, not_kept + staging
     if job.optimizer.name == "muon":
         held = sizes.block - sizes.experts + sizes.experts // ep
-        matrices = depth * (held - sizes.block + sizes.matrices) / tp
-        matrices = _sharded(job, shared, matrices, depth) if zero else matrices
+        matrices = mixtures * (held - sizes.block + sizes.matrices) / tp
+        matrices += (depth - mixtures) * sizes.first_matrices / tp
+        matrices = _sharded(job, shared, matrices, mixtures) if zero else matrices
         state, mine = state - size * matrices, mine - matrices
     if job.optimizer.moments == "8bit":
         state -= 2 * (size - MOMENT_8BIT_BYTES) * mine
@@ -184,7 +187,7 @@ def _update_bytes(job: JobConfig, mine: float) -> float:
 
 
 def _sharded(job: JobConfig, shared: tuple[int, int, int, int, int], parameters: float, depth: int) -> float:
-    """This rank's parameters under ZeRO, of ``depth`` layers; experts are cut over fewer ranks."""
+    """This rank's parameters under ZeRO; the experts of ``depth`` layers are cut over fewer ranks."""
     tp, ep, _, shards, expert_shards = shared
     experts = depth * (sizes_of(job.model).experts // ep) / tp
     return (parameters - experts) / shards + experts / expert_shards

@@ -93,8 +93,7 @@ def _built_sizes(built: BuiltModel, vocabulary: int) -> ModelSizes:
 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model; a tied embedding counts once."""
-    sizes = sizes_of(model)
-    return sizes.layers * sizes.block + sizes.embed + sizes.head
+    return sizes_of(model).parameters
 
 
 Cut = int | tuple[int, ...]
@@ -113,7 +112,9 @@ def stage_bounds(model: ModelConfig, cut: Cut) -> Bounds:
     sizes = sizes_of(model)
     if isinstance(cut, tuple):
         return cut_at(cut, sizes.layers)
-    return partition([float(sizes.block - sizes.idle)] * sizes.layers, 0.0, float(_head(sizes)), cut)
+    blocks = [float(sizes.first_block)] * sizes.first
+    blocks += [float(sizes.block - sizes.idle)] * (sizes.layers - sizes.first)
+    return partition(blocks, 0.0, float(_head(sizes)), cut)
 
 
 def _head(sizes: ModelSizes) -> int:
@@ -137,6 +138,11 @@ def stage_depth(model: ModelConfig, cut: Cut, stage: int) -> int:
     return end - start
 
 
+def stage_mixtures(model: ModelConfig, cut: Cut, stage: int) -> int:
+    """Layers of one pipeline stage without those of a decoder's first ones that are dense beside mixtures."""
+    return sizes_of(model).mixtures(*stage_bounds(model, cut)[stage])
+
+
 @remember_latest
 def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: int = 1) -> float:
     """Parameters that one rank of a pipeline stage holds without ZeRO.
@@ -145,9 +151,9 @@ def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: 
     tensor parallelism leaves whole of a mixture (its router) is not told apart.
     """
     sizes, stages = sizes_of(model), stage_count(cut)
-    block = sizes.block - sizes.experts + sizes.experts // ep
-    layers = stage_depth(model, cut, stage)
-    total, whole = layers * block, layers * sizes.whole_block
+    start, end = stage_bounds(model, cut)[stage]
+    elsewhere = sizes.mixtures(start, end) * (sizes.experts - sizes.experts // ep)
+    total, whole = sizes.of_blocks(start, end) - elsewhere, (end - start) * sizes.whole_block
     if stage == 0:
         total, whole = total + sizes.embed, whole + sizes.whole_embed
     if stage == stages - 1:
@@ -180,7 +186,7 @@ def _table_surplus(sizes: ModelSizes, tp: int) -> float:
 def active_parameters(model: ModelConfig) -> int:
     """Parameters that a token goes through: all of a dense model, ``top_k`` experts of a mixture."""
     sizes = sizes_of(model)
-    return parameter_count(model) - sizes.layers * sizes.idle
+    return sizes.parameters - sizes.mixtures(0, sizes.layers) * sizes.idle
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -207,7 +213,9 @@ def stage_flops_per_token(
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.scores * sequence_length
-    flops = stage_depth(model, cut, stage) * (6 * (sizes.block - sizes.idle) + attention)
+    start, end = stage_bounds(model, cut)[stage]
+    through = sizes.of_blocks(start, end) - sizes.mixtures(start, end) * sizes.idle
+    flops = 6 * through + (end - start) * attention
     whole = flops * sizes.whole_block / sizes.block if sizes.whole_block else 0
     if stage == stage_count(cut) - 1:
         head = 6 * _head(sizes)

@@ -11,7 +11,7 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.kept_activations import STATE_BYTES, casts
-from picotron_ray.planner.model_sizes import blocks_again, sizes_of, stage_parameters
+from picotron_ray.planner.model_sizes import blocks_again, sizes_of, stage_mixtures, stage_parameters
 
 AXES = ("tp", "pp", "replicas")
 """Axes that are told apart; data, context and expert parallelism share the replicas."""
@@ -97,7 +97,7 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
     wide, sizes = STATE_BYTES[job.precision], sizes_of(job.model)
     stages = layout.rank_stages(rank)
     whole = sum(stage_parameters(job.model, layout.cut, stage, layout.tp, layout.ep) for stage in stages)
-    depth = blocks_again(job, layout, rank).depth
+    depth = sum(stage_mixtures(job.model, layout.cut, stage) for stage in stages)
     experts = depth * (sizes.experts // layout.ep) / layout.tp
     copies = layout.replicas // layout.shards
     times = 0

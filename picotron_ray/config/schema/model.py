@@ -12,7 +12,7 @@ from picotron_ray.models.families.registry import FAMILIES, FamilyName
 
 
 class MoeConfig(Section):
-    """Mixture of experts in every block; each token goes to ``top_k`` of them.
+    """Mixture of experts in the blocks; each token goes to ``top_k`` of them.
 
     Example::
 
@@ -34,6 +34,23 @@ class MoeConfig(Section):
         default="softmax", description="scores of a token: a softmax over the experts, or a sigmoid for each"
     )
     normalize: bool = Field(default=True, description="make the weights of a token's experts sum to 1")
+    scaling: float = Field(
+        default=1.0, gt=0, description="factor of those weights, after they were normalized (DeepSeek)"
+    )
+    groups: int = Field(
+        default=1,
+        ge=1,
+        description="groups of consecutive experts, of which a token goes to the best alone (DeepSeek);"
+        " 1: it goes to any expert",
+    )
+    top_k_groups: int = Field(default=1, ge=1, description="groups that a token's experts are chosen from")
+    group_score: Literal["max", "top-2"] = Field(
+        default="max",
+        description="score of a group: its best expert's (DeepSeek-V2), or the sum of its best two (V3)",
+    )
+    first_dense_layers: int = Field(
+        default=0, ge=0, description="deepseek: blocks before the first mixture, with a dense SwiGLU"
+    )
     balance: Literal["none", "loss", "bias"] = Field(
         default="loss",
         description="how load is evened: an auxiliary loss per row (Fedus et al. 2021, over each row as in"
@@ -50,6 +67,52 @@ class MoeConfig(Section):
         description="assignments that an expert takes of one row, as a multiple of its even share; what is"
         " over it is dropped, last tokens first; null: none is dropped",
     )
+
+
+class LatentConfig(Section):
+    """Multi-head latent attention of ``model.family=deepseek`` (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+    Keys and values come from a latent vector of a token, queries from another one or from the token itself. A
+    part of each query, and one key that all heads share, carry the positions.
+
+    Example::
+
+        model:
+          family: deepseek
+          kv_heads: 4
+          mla:
+            kv_lora_rank: 32
+            qk_nope_head_dim: 32
+            qk_rope_head_dim: 16
+            v_head_dim: 32
+    """
+
+    q_lora_rank: int | None = Field(
+        default=None, ge=1, description="width of the queries' latent vector; null: there is none"
+    )
+    kv_lora_rank: int = Field(
+        default=0, ge=0, description="width of the latent vector of keys and values; 0: no latent attention"
+    )
+    qk_nope_head_dim: int = Field(
+        default=32, ge=1, description="width of the part of a query or key head without positions"
+    )
+    qk_rope_head_dim: int = Field(
+        default=16, ge=2, description="width of the part with rotary positions, an even number"
+    )
+    v_head_dim: int = Field(
+        default=32, ge=1, description="width of a value head, at most that of a query head"
+    )
+    mscale_all_dim: float = Field(
+        default=0.0,
+        ge=0,
+        description="how far attention is made sharper where model.rope_scaling stretches: scores are"
+        " multiplied by (0.1 x mscale_all_dim x ln(factor) + 1) squared; 0: they are not",
+    )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
@@ -186,6 +249,9 @@ class ModelConfig(Section):
     moe: MoeConfig = Field(
         default_factory=MoeConfig, description="a mixture of experts instead of the SwiGLU"
     )
+    mla: LatentConfig = Field(
+        default_factory=LatentConfig, description="deepseek: attention by latent vectors"
+    )
     builder: str | None = Field(
         default=None,
         pattern=IMPORT_PATH,
@@ -210,8 +276,10 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.head_dim or self.hidden_size // self.heads
+        """Width of one query or key head."""
+        return (
+            self.mla.head_size if self.mla.kv_lora_rank else self.head_dim or self.hidden_size // self.heads
+        )
 
     @property
     def query_width(self) -> int:
@@ -220,8 +288,13 @@ class ModelConfig(Section):
 
     @property
     def key_width(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Width of all key heads together, and of all value heads as kernels get them."""
         return self.kv_heads * self.head_size
+
+    @property
+    def value_width(self) -> int:
+        """Width of what attention gives to its output projection."""
+        return self.heads * (self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_size)
 
     @property
     def depth(self) -> int:

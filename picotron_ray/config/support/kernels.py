@@ -9,6 +9,9 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import family_of
 
+WIDEST_HEAD = 256
+"""Width of the widest heads of FlashAttention-2 and of cuDNN."""
+
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 Norm = Literal["eager", "closed-form", "compiled"]
 
@@ -24,8 +27,8 @@ def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
 
     Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
     take them, adaptive precision needs those that fp32 has too, and ``kernels.deterministic`` those whose
-    backward pass has a deterministic way. Scores are capped by the formulas, and over whole rows by the package
-    flash-attn, which auto does not take: it may not be there.
+    backward pass has a deterministic way. Scores are capped by the formulas, and over whole rows by the
+    package flash-attn, which auto does not take: it may not be there.
     """
     if job.model.attention_softcap is not None:
         packaged = device == "cuda" and cp == 1 and "flash-attn" in _on_cuda(job)
@@ -47,7 +50,7 @@ def _on_cuda(job: JobConfig) -> list[Backend]:
     low = job.precision in ("bf16", "fp16", "fp8")
     if job.model.head_size % (8 if low else 4):  # loads are of 16 bytes
         return ["math"]
-    if low and job.adaptive_precision.error_bound is None:
+    if low and job.adaptive_precision.error_bound is None and job.model.head_size <= WIDEST_HEAD:
         return ["flash", "cudnn", "flash-attn", "efficient", "math"]
     return ["efficient", "math"]
 
@@ -66,7 +69,7 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
         "kernels.deterministic": cuda and job.kernels.deterministic,
-        f"heads of {heads}": cuda and heads % 8 > 0,
+        f"heads of {heads}": cuda and (heads % 8 > 0 or heads > WIDEST_HEAD),
     }
     where = " and ".join(words for words, met in said.items() if met)
     private = ", whose backward pass over a part of a row is private" if cuda and cp > 1 else ""

@@ -83,6 +83,7 @@ def _widths(job: JobConfig) -> dict[str, int]:
         return {"model.intermediate_size": job.model.intermediate_size}
     shared = moe.shared_intermediate_size
     return {
+        **({"model.intermediate_size": job.model.intermediate_size} if moe.first_dense_layers else {}),
         "model.moe.intermediate_size": moe.intermediate_size,
         **({"model.moe.shared_intermediate_size": shared} if shared else {}),
     }
@@ -168,7 +169,14 @@ def _fp8_problems(job: JobConfig, cp: int, tp: int) -> Iterator[LayoutProblem]:
     model = job.model
     parts = {key: size for key, size in _widths(job).items() if key != "model.moe.intermediate_size"}
     parts |= {"query heads": model.query_width, "key heads": model.key_width}
-    sizes = {"model.hidden_size": model.hidden_size, **{k: size // tp for k, size in parts.items()}}
+    sizes = {"model.hidden_size": model.hidden_size}
+    mla = model.mla
+    if mla.kv_lora_rank:
+        parts |= {"value heads": model.value_width}
+        parts |= {"keys and values": model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)}
+        sizes |= {"model.mla.kv_lora_rank": mla.kv_lora_rank, "model.mla.q_lora_rank": mla.q_lora_rank or 0}
+        sizes |= {"kv_lora_rank + qk_rope_head_dim": mla.kv_lora_rank + mla.qk_rope_head_dim}
+    sizes |= {key: size // tp for key, size in parts.items()}
     sizes["tokens of a row"] = job.data.sequence_length // cp
     odd = [f"{key}: {size}" for key, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:

@@ -46,6 +46,8 @@ def _model(job: JobConfig) -> Iterator[Problem]:
             f"saw {model.kv_heads}, which does not divide model.heads={model.heads}",
             ("model.heads",),
         )
+    if model.mla.kv_lora_rank:
+        return
     if model.head_dim is None and model.hidden_size % model.heads:
         yield Problem(
             "model.heads",
@@ -115,7 +117,7 @@ def _turned_width(model: ModelConfig) -> Iterator[Problem]:
 def _family(job: JobConfig) -> Iterator[Problem]:
     """Keys that go with one family and not with another."""
     if job.model.builder is None:
-        yield from family_of(job.model).rules(job.model, job.data.sequence_length)
+        yield from family_of(job.model).problems(job.model, job.data.sequence_length)
 
 
 def _moe(job: JobConfig) -> Iterator[Problem]:
@@ -124,6 +126,7 @@ def _moe(job: JobConfig) -> Iterator[Problem]:
         if moe.top_k > moe.experts:
             text = f"saw {moe.top_k}, expected at most model.moe.experts={moe.experts}"
             yield Problem("model.moe.top_k", text, ("model.moe.experts",))
+        yield from _groups(moe)
         for key, balance in (("loss_coefficient", "loss"), ("bias_rate", "bias")):
             value = getattr(moe, key)
             if moe.balance != balance and value != getattr(plain, key):
@@ -134,6 +137,35 @@ def _moe(job: JobConfig) -> Iterator[Problem]:
         if getattr(moe, key) != getattr(plain, key):
             text = "saw a value with model.moe.experts=0, a dense model; say how many experts, or drop it"
             yield Problem(f"model.moe.{key}", text, ("model.moe.experts",))
+
+
+def _groups(moe: MoeConfig) -> Iterator[Problem]:
+    """Groups that a token's experts are chosen from."""
+    groups, plain, key = moe.groups, MoeConfig(), "model.moe.groups"
+    if groups == 1:
+        for name in ("top_k_groups", "group_score"):
+            if getattr(moe, name) != getattr(plain, name):
+                text = f"saw {getattr(moe, name)} with {key}=1, of which there is nothing to choose; drop it"
+                yield Problem(f"model.moe.{name}", text, (key,))
+        return
+    if moe.experts % groups:
+        yield Problem(
+            key,
+            f"saw {groups}, which does not divide model.moe.experts={moe.experts}",
+            ("model.moe.experts",),
+        )
+        return
+    each = moe.experts // groups
+    if moe.top_k_groups > groups:
+        text = f"saw {moe.top_k_groups}, expected at most {key}={groups}"
+        yield Problem("model.moe.top_k_groups", text, (key,))
+    elif moe.top_k > moe.top_k_groups * each:
+        text = f"saw {moe.top_k}, expected at most {moe.top_k_groups * each}: top_k_groups={moe.top_k_groups}"
+        against = ("model.moe.top_k_groups", key, "model.moe.experts")
+        yield Problem("model.moe.top_k", f"{text} of {each} experts each", against)
+    if moe.group_score == "top-2" and each < 2:
+        text = f"saw top-2 with {key}={groups} of one expert each; use max, or fewer groups"
+        yield Problem("model.moe.group_score", text, (key, "model.moe.experts"))
 
 
 def _data(job: JobConfig) -> Iterator[Problem]:

@@ -29,6 +29,15 @@ def untaken(model: ModelConfig, keys: Sequence[str]) -> Iterator[Problem]:
             yield Problem(f"model.{key}", text)
 
 
+def unlatent(model: ModelConfig) -> Iterator[Problem]:
+    """Keys of latent attention, and of dense blocks before mixtures, in a family without."""
+    yield from untaken(model, ("mla",))
+    if model.moe.first_dense_layers:
+        saw = f"saw {model.moe.first_dense_layers} with model.family={model.family}"
+        text = f"{saw}, whose blocks are alike; use model.family=deepseek, or drop it"
+        yield Problem("model.moe.first_dense_layers", text, ("model.family",))
+
+
 def unlearned_positions(model: ModelConfig) -> Iterator[Problem]:
     """Rows of a table of positions, where positions are rotary."""
     if model.max_positions is not None:

@@ -20,6 +20,7 @@ Styles (Korthikanti et al. 2022: activations between blocks are cut over the seq
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from picotron_ray.models.parameters import Style
@@ -71,6 +72,26 @@ def decoder_plan(config: ModelConfig, *parts: TensorPlan) -> TensorPlan:
     )
 
 
+def mixture_layers(config: ModelConfig) -> range | None:
+    """Numbers of the blocks with a mixture of experts; None: all blocks are alike."""
+    first = config.moe.first_dense_layers
+    return range(first, config.layers) if first else None
+
+
+def at_layers(names: Iterable[str], layers: Iterable[int] | None) -> tuple[str, ...]:
+    """Names of modules of these blocks alone; None: of all."""
+    if layers is None:
+        return tuple(names)
+    return tuple(name.replace("*", str(layer), 1) for layer in layers for name in names)
+
+
+def styles_at(plan: TensorPlan, layers: Iterable[int] | None) -> TensorPlan:
+    """The styles of modules of these blocks alone; None: of all."""
+    if layers is None:
+        return plan
+    return tuple((name.replace("*", str(layer), 1), style) for layer in layers for name, style in plan)
+
+
 def position_modules(config: ModelConfig) -> tuple[str, ...]:
     """Modules that add learned positions, whose ``shard`` context parallelism sets."""
     return () if config.max_positions is None else ("positions",)
@@ -78,11 +99,12 @@ def position_modules(config: ModelConfig) -> tuple[str, ...]:
 
 def mixture_modules(config: ModelConfig) -> tuple[str, ...]:
     """Modules that are mixtures of experts."""
-    return ("layers.*.mlp",) if config.moe.experts else ()
+    return at_layers(("layers.*.mlp",), mixture_layers(config)) if config.moe.experts else ()
 
 
 def swiglu_modules(config: ModelConfig) -> tuple[str, ...]:
     """Modules with gate and up projections of one input; those of a mixture are its experts."""
     if config.moe.experts:
-        return ("layers.*.mlp.experts", "layers.*.mlp.shared")
+        mixed = at_layers(("layers.*.mlp.experts", "layers.*.mlp.shared"), mixture_layers(config))
+        return (*mixed, *at_layers(("layers.*.mlp",), range(config.moe.first_dense_layers)))
     return ("layers.*.mlp",)

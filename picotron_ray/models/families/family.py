@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from picotron_ray.config.problem import Problem
+from picotron_ray.models.decoder.rules import unlatent
 from picotron_ray.models.decoder.tensor_plan import TensorPlan
 from picotron_ray.models.huggingface.mapping import HuggingFaceMapping
 from picotron_ray.models.parameters import ParameterSpec
@@ -41,6 +42,7 @@ class Family:
             for it: (modules, their field).
         huggingface: its checkpoints in Hugging Face's format.
         scaled_embedding: whether what the embedding gives is multiplied by the root of the hidden size.
+        latent: whether its attention is latent, and its first blocks may be dense beside mixtures.
     """
 
     summary: str
@@ -54,3 +56,10 @@ class Family:
     compiled_functions: Callable[[ModelConfig], Mapping[str, tuple[str, str]]]
     huggingface: HuggingFaceMapping
     scaled_embedding: bool = False
+    latent: bool = False
+
+    def problems(self, model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
+        """Mistakes in a config's ``model`` section, keys that other families alone have among them."""
+        yield from self.rules(model, sequence_length)
+        if not self.latent:
+            yield from unlatent(model)

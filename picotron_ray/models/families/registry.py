@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from picotron_ray.models.families.deepseek.family import DEEPSEEK
 from picotron_ray.models.families.family import Family
 from picotron_ray.models.families.gemma2.family import GEMMA2
 from picotron_ray.models.families.gemma3.family import GEMMA3
@@ -18,13 +19,14 @@ from picotron_ray.models.parameters import ParameterSpec
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-FamilyName = Literal["llama", "gpt2", "olmo2", "gemma2", "gemma3"]
+FamilyName = Literal["llama", "gpt2", "olmo2", "gemma2", "gemma3", "deepseek"]
 FAMILIES: dict[FamilyName, Family] = {
     "llama": LLAMA,
     "gpt2": GPT2,
     "olmo2": OLMO2,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "deepseek": DEEPSEEK,
 }
 
 assert set(FAMILIES) == set(get_args(FamilyName))

@@ -18,12 +18,14 @@ class Held(NamedTuple):
         theirs: tensors of the checkpoint; several are stacked in one parameter of ours.
         stacked: whether ours is a stack of theirs, one per expert.
         transposed: whether the tensor is the transpose of ours.
+        rows: for each row of ours the row of the tensor that it is; None: the same one.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     stacked: bool = False
     transposed: bool = False
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from picotron_ray.models.layers.attention import Attention
 from picotron_ray.models.layers.pointwise import AddedNorm, added_norm
 from picotron_ray.models.layers.rms_norm import RMSNorm
 
@@ -15,6 +14,7 @@ class PreNormBlock(nn.Module):
     """One pre-norm decoder block.
 
     Args:
+        attention: of hidden states and numbers of documents.
         attention_norm, mlp_norm: norms of the inputs of ``attention`` and ``mlp``.
         mlp: hidden layer; a mixture of experts takes the rows' weights too.
 
@@ -25,7 +25,7 @@ class PreNormBlock(nn.Module):
     def __init__(
         self,
         attention_norm: RMSNorm | nn.LayerNorm,
-        attention: Attention,
+        attention: nn.Module,
         mlp_norm: RMSNorm | nn.LayerNorm,
         mlp: nn.Module,
     ) -> None:
@@ -52,7 +52,7 @@ class BothNormsBlock(nn.Module):
         attention, mlp: as of `PreNormBlock`.
     """
 
-    def __init__(self, norm: Callable[[], RMSNorm], attention: Attention, mlp: nn.Module) -> None:
+    def __init__(self, norm: Callable[[], RMSNorm], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = norm()
         self.attention = attention

@@ -176,10 +176,14 @@ class Router(nn.Module):
             logits = F.linear(x.to(wide), self.weight.to(wide))
             scores = logits.softmax(dim=-1) if config.router == "softmax" else logits.sigmoid()
             biased = scores.detach() if self.bias is None else scores.detach() + self.bias
+            if config.groups > 1:
+                biased = _in_best_groups(biased, config)
             experts = biased.topk(config.top_k, dim=-1).indices
             gates = scores.gather(-1, experts)
             if config.normalize:
                 gates = gates / gates.sum(dim=-1, keepdim=True)
+            if config.scaling != 1.0:
+                gates = gates * config.scaling
             live = x.new_ones(len(x), dtype=torch.bool) if weights is None else weights > 0
             chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[:, None, None]
             kept = self._within_capacity(experts, chosen) & live[:, None, None]
@@ -225,6 +229,21 @@ class Router(nn.Module):
         dropped = (~kept & live[:, None, None]).sum().reshape(1)
         found = torch.cat((chosen.sum(dim=(0, 1)), dropped)).double()
         self.load = found if self.load is None else self.load + found
+
+
+def _in_best_groups(choice: Tensor, config: MoeConfig) -> Tensor:
+    """Scores ``[..., experts]``, of experts outside a token's best groups -inf.
+
+    A group counts by its best expert (DeepSeek-V2, section 2.2.2) or its best two (V3, section 2.1.2).
+    """
+    grouped = choice.unflatten(-1, (config.groups, -1))
+    if config.group_score == "max":
+        scores = grouped.amax(dim=-1)
+    else:
+        scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = scores.topk(config.top_k_groups, dim=-1).indices
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

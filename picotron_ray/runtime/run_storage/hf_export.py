@@ -136,6 +136,8 @@ def _tensors(
         ours = uncut([shards[name] for name in names], CommitSource(storage, manifest))
         parts = [ours[name].to(getattr(torch, dtype)) for name in names]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if held.rows is not None:
+            whole = torch.empty_like(whole).index_copy_(0, torch.tensor(held.rows), whole)
         whole = whole.T if held.transposed else whole
         for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):
             yield name, part.contiguous()

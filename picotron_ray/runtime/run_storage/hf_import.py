@@ -110,7 +110,7 @@ def _same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
     """Check that the job's model is the checkpoint's; keys that only concern training may differ."""
     free = ("init_std", "moe.loss_coefficient", "moe.z_coefficient", "moe.capacity_factor", "plan", "built")
     mine, wanted = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
-    idle = {"intermediate_size"} if ours.moe.experts else set()
+    idle = {"intermediate_size"} if ours.moe.experts and not ours.moe.first_dense_layers else set()
     problems = [
         f"model.{key}: saw {mine.get(key)}, expected {value}, as the checkpoint's config.json says"
         for key, value in wanted.items()
@@ -181,5 +181,6 @@ def _read(job: JobConfig, files: Files, architecture: str) -> Iterator[tuple[str
         parts = [files.read(name, dtype) for name in held.theirs]
         whole = np.stack(parts) if held.stacked else parts[0]
         whole = whole.T if held.transposed else whole
+        whole = whole if held.rows is None else whole[list(held.rows)]
         ends = np.cumsum([shapes[name][0] for name in held.ours])
         yield from zip(held.ours, np.split(whole, ends[:-1]), strict=True)

@@ -22,6 +22,8 @@ FAMILIES = {
     "Olmo2ForCausalLM": "Olmo2",
     "Gemma2ForCausalLM": "Gemma2",
     "Gemma3ForCausalLM": "Gemma3Text",
+    "DeepseekV2ForCausalLM": "DeepseekV2",
+    "DeepseekV3ForCausalLM": "DeepseekV3",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # values of no class's defaults; what one class does not know is of no effect in its config.json
@@ -48,6 +50,23 @@ SAID: dict[str, Any] = {
     "rope_local_base_freq": 33.0,
     "sliding_window_pattern": 2,
 }
+SAID_DEEPSEEK = {
+    **{key: value for key, value in SAID.items() if key not in ("router_aux_loss_coef", "num_local_experts")},
+    "norm_topk_prob": False,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 12,
+    "n_shared_experts": 3,
+    "n_group": 6,
+    "topk_group": 2,
+    "routed_scaling_factor": 3.0,
+}
+NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}}  # transformers itself fails without
 SAID_GPT2 = {"vocab_size": 96, "n_embd": 24, "n_layer": 3, "n_head": 2, "n_positions": 40, "n_inner": 7}
 
 
@@ -64,8 +83,10 @@ def cases(architecture: str) -> list[dict[str, Any]]:
     if architecture == "Phi3ForCausalLM":
         whole = {key: value for key, value in SAID.items() if key != "rope_scaling"}
         whole["partial_rotary_factor"] = 0.25
+    whole = SAID_DEEPSEEK if architecture.startswith("Deepseek") else whole
     found = [{key: value for key, value in whole.items() if key != left_out} for left_out in (*whole, None)]
-    return [{"architectures": [architecture], **said} for said in ({}, *found)]
+    needed = NEEDED.get(architecture, {})
+    return [{"architectures": [architecture], **needed, **said} for said in ({}, *found)]
 
 
 @pytest.mark.parametrize("architecture", DEFAULTS)

@@ -86,6 +86,7 @@ def test_logits_are_those_of_transformers_there_and_back(kind: str, tmp_path: Pa
         ("gpt2", Layout(tp=2, pp=2)),
         ("olmo2", Layout(tp=2, pp=2)),
         ("gemma3", Layout(tp=2, pp=2)),
+        ("deepseek-v3", Layout(tp=2, pp=2)),
     ],
     ids=str,
 )

@@ -25,6 +25,15 @@ OLMO2 = TINY.model_copy(update={"family": "olmo2"})
 MIXED = {"sliding_window": 3, "full_attention_every": 2, "query_pre_attn_scalar": 6}
 GEMMA2 = TINY.model_copy(update={"family": "gemma2", **MIXED, "attention_softcap": 5.0})
 GEMMA3 = TINY.model_copy(update={"family": "gemma3", **MIXED, "rope_local_theta": 100.0})
+DEEPSEEK = ModelConfig(
+    **TINY.model_dump()
+    | {
+        "family": "deepseek",
+        "kv_heads": 6,
+        "mla": {"kv_lora_rank": 8, "q_lora_rank": 10},
+        "moe": {"experts": 4, "shared_intermediate_size": 8, "balance": "bias", "first_dense_layers": 1},
+    }
+)
 GPT2 = TINY.model_copy(update={"family": "gpt2", "kv_heads": 6, "max_positions": 16})
 
 
@@ -86,7 +95,7 @@ def reference(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, GEMMA2, GEMMA3])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, GEMMA2, GEMMA3, DEEPSEEK])
 @pytest.mark.parametrize("tie", [False, True])
 def test_table_is_the_module(tie: bool, config: ModelConfig) -> None:
     config = config.model_copy(update={"tie_embeddings": tie})
@@ -203,7 +212,7 @@ def test_rotary_table_survives_inference_mode() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, GEMMA2, GEMMA3])
+@pytest.mark.parametrize("config", [TINY, GPT2, OLMO2, GEMMA2, GEMMA3, DEEPSEEK])
 def test_plan_names_every_module_that_has_parameters(config: ModelConfig) -> None:
     model = Transformer(config)
     globs = {glob.replace("*", "0") for glob, _ in family_of(config).tensor_plan(config)}

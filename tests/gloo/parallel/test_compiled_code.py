@@ -25,6 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "max_positions": 8},
     "olmo2": {"family": "olmo2", "qk_norm": True},
+    "deepseek": {
+        "family": "deepseek",
+        "kv_heads": 2,
+        "mla": {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
+    },
     "qwen3": {"qk_norm": True, "heads": 4, "kv_heads": 2},
     "gemma2": {"family": "gemma2", **MIXED, "attention_softcap": 5.0},
     "gemma3": {"family": "gemma3", **MIXED, "rope_local_theta": 100.0},

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.model import ModelConfig, MoeConfig
+from picotron_ray.config.schema.model import LatentConfig, ModelConfig, MoeConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.transformer import Transformer
@@ -30,6 +30,13 @@ MODELS = [
     ModelConfig(family="olmo2"),
     ModelConfig(family="gemma2", tie_embeddings=True, sliding_window=8, full_attention_every=2),
     ModelConfig(family="gemma3", sliding_window=8, full_attention_every=2, rope_local_theta=100.0),
+    ModelConfig(family="deepseek", kv_heads=4, mla=LatentConfig(kv_lora_rank=24, v_head_dim=48)),
+    ModelConfig(
+        family="deepseek",
+        kv_heads=4,
+        mla=LatentConfig(q_lora_rank=20, kv_lora_rank=24, v_head_dim=48),
+        moe=MoeConfig(experts=4, intermediate_size=24, shared_intermediate_size=40, first_dense_layers=1),
+    ),
     ModelConfig(moe=MoeConfig(experts=4, intermediate_size=24)),
     ModelConfig(moe=MoeConfig(experts=8, top_k=3, intermediate_size=24, shared_intermediate_size=40)),
 ]
@@ -54,7 +61,7 @@ def test_moments_of_the_optimizer(config: ModelConfig, name: str, of_matrices: i
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("config", MODELS[:2] + MODELS[4:6])
+@pytest.mark.parametrize("config", MODELS[:2] + MODELS[4:6] + MODELS[7:9])
 def test_parameters_of_a_stage(pp: int, config: ModelConfig) -> None:
     for stage in range(pp):
         first, last = stage_bounds(config, pp)[stage]

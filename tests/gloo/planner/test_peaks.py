@@ -18,11 +18,18 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.train.dry_run.run import dry_run
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.memory_cases import MemoryCase, ends, estimated, memory_cases, one_process_cases
+from tests.support.gloo.memory_cases import (
+    LATENT,
+    MemoryCase,
+    ends,
+    estimated,
+    memory_cases,
+    one_process_cases,
+)
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.peak import LiveStorage
 
-LAYOUTS, TRACED = 66, 30
+LAYOUTS, TRACED, OF_LATENT = 66, 30, 18
 FEW = 3
 
 
@@ -86,6 +93,12 @@ def test_estimates_are_near_what_fake_tensors_count() -> None:
 @pytest.mark.timeout(900)
 def test_estimates_are_near_what_fake_tensors_count_everywhere() -> None:
     assert judged([fake_peak(case) for case in memory_cases(LAYOUTS)], "fake") <= 0.05
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_estimates_of_latent_attention_are_near_what_fake_tensors_count() -> None:
+    assert judged([fake_peak(case) for case in memory_cases(OF_LATENT, families=LATENT)], "fake") <= 0.05
 
 
 @pytest.mark.deep

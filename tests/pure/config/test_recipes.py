@@ -26,6 +26,7 @@ PUBLISHED = {
     "olmo2-1b": 1_484_916_736,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
+    "deepseek-v2-lite": 15_706_484_224,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 

@@ -43,6 +43,7 @@ RECIPES = {
     "gemma-2-2b": (2.61, 5.2, True, True, True),
     "llama-2-7b": (6.74, 13.5, True, True, False),
     "llama-3-8b": (8.03, 16.1, True, True, False),
+    "deepseek-v2-lite": (15.71, 31.4, True, True, False),
     "qwen3-30b-a3b": (30.5, 61.1, True, True, False),
     "llama-3-70b": (70.6, 141.1, False, True, False),
     "llama-3.1-405b": (405.85, 811.7, False, False, False),

@@ -59,6 +59,21 @@ GEMMA3_ROPE = {
 EVERY_THIRD = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 GPT2_SHARES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "layer_norm_epsilon": 1e-4}
+SHARPER = {**LLAMA3, "mscale_all_dim": 0.7}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "q_lora_rank": 20}
+LIMITED = {**GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}),
@@ -79,6 +94,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": EVERY_THIRD, "rope_parameters": GEMMA3_ROPE}),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "deepseek-v2-lite": ("DeepseekV2", LATENT),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, **LIMITED, "rms_norm_eps": 1e-4}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS, "n_shared_experts": 2}),
+    "deepseek-v3-llama3": (
+        "DeepseekV3",
+        {**LATENT, **GROUPS, "rope_parameters": SHARPER, "rope_scaling": SHARPER},
+    ),
+    "deepseek-v3-free": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek-dense": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
     "qwen3-moe": (
         "Qwen3Moe",
         {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
@@ -101,6 +125,9 @@ def make(kind: str, folder: Path, changes: dict[str, Any] | None = None, **optio
         for name, parameter in model.named_parameters():
             norm = ("norm" in name or "ln_" in name) and name.endswith("weight")
             parameter.normal_(1.0 if norm else 0.0, 0.1 if norm else 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.tie_weights()
     model.save_pretrained(folder, **{"max_shard_size": "20KB", **options})
     return model

@@ -20,18 +20,27 @@ from picotron_ray.planner.model_sizes import blocks_again
 
 SEQUENCE, LAYERS = 512, 4
 FAMILIES = ("llama", "gpt2", "olmo2", "tied", "mixture", "shared", "gemma2", "gemma3")
+LATENT = ("latent", "latent-queries", "latent-mixture")
+"""Kinds of DeepSeek; drawn apart, so that the others stay what they were."""
+MIXTURES = ("mixture", "shared", "latent-mixture")
 
 
 def shape_of(family: str, smaller: int = 1) -> dict[str, Any]:
     """The model of a family, ``smaller`` times narrower."""
     shape = {
-        "family": family if family in ("gpt2", "olmo2", "gemma2", "gemma3") else "llama",
+        "family": (
+            "deepseek"
+            if family in LATENT
+            else family
+            if family in ("gpt2", "olmo2", "gemma2", "gemma3")
+            else "llama"
+        ),
         "vocab_size": 4096 // smaller,
         "hidden_size": 512 // smaller,
         "intermediate_size": 1376 // smaller,
         "layers": LAYERS,
         "heads": 8,
-        "kv_heads": 8 if family == "gpt2" else 4,
+        "kv_heads": 8 if family == "gpt2" or family in LATENT else 4,
         "tie_embeddings": family == "tied",
     }
     if family == "gpt2":
@@ -40,8 +49,17 @@ def shape_of(family: str, smaller: int = 1) -> dict[str, Any]:
         shape |= {"sliding_window": SEQUENCE // smaller, "full_attention_every": 2, "tie_embeddings": True}
         capped = {"attention_softcap": 50.0, "logit_softcap": 30.0}
         shape |= capped if family == "gemma2" else {"rope_local_theta": 100.0}
-    if family in ("mixture", "shared"):
+    if family in LATENT:
+        heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+        shape["mla"] = {key: size // smaller for key, size in heads.items()} | {
+            "kv_lora_rank": 128 // smaller
+        }
+    if family == "latent-queries":
+        shape["mla"] |= {"q_lora_rank": 192 // smaller}
+    if family in MIXTURES:
         shape["moe"] = {"experts": 4, "top_k": 2, "intermediate_size": 512 // smaller}
+    if family == "latent-mixture":
+        shape["moe"] |= {"shared_intermediate_size": 512 // smaller, "first_dense_layers": 1}
     if family == "shared":
         shape["moe"] |= {"shared_intermediate_size": 256 // smaller, "loss_coefficient": 0.01}
     return shape
@@ -58,21 +76,25 @@ class MemoryCase(NamedTuple):
     layout: Layout
 
 
-def memory_cases(count: int, seed: int = 0, smaller: int = 1) -> Iterator[MemoryCase]:
+def memory_cases(
+    count: int, seed: int = 0, smaller: int = 1, families: tuple[str, ...] = FAMILIES
+) -> Iterator[MemoryCase]:
     """So many cases, as many of each family as of any other, of models ``smaller`` times narrower."""
     draw, seen = random.Random(seed), set()
     while len(seen) < count:
-        family = FAMILIES[len(seen) % len(FAMILIES)]
+        family = families[len(seen) % len(families)]
         case = _case(family, draw, smaller)
         if case is not None and case.name not in seen:
             seen.add(case.name)
             yield case
 
 
-def one_process_cases(count: int, seed: int = 1) -> Iterator[MemoryCase]:
+def one_process_cases(
+    count: int, seed: int = 1, families: tuple[str, ...] = FAMILIES
+) -> Iterator[MemoryCase]:
     """So many cases of one rank: families, precisions, recomputation, kernels, rows; small models."""
     left = count
-    for case in memory_cases(40 * count, seed, smaller=4):
+    for case in memory_cases(40 * count, seed, 4, families):
         if left and case.layout.world_size == 1:
             left -= 1
             yield case
@@ -83,7 +105,7 @@ def _case(family: str, draw: random.Random, smaller: int) -> MemoryCase | None:
     schedule, virtual = draw.choice(SCHEDULES) if pp > 1 else ("1f1b", 1)
     cp, tp = draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 2))
     dp = draw.choice((1, 2, 4))
-    ep = draw.choice((1, 2)) if family in ("mixture", "shared") and dp * cp > 1 else 1
+    ep = draw.choice((1, 2)) if family in MIXTURES and dp * cp > 1 else 1
     zero = draw.choice((0, 1, 2, 3)) if dp * cp > 1 else 0
     recompute = draw.choice(("none", "none", "full", "selective"))
     rows = draw.choice((1, 2))

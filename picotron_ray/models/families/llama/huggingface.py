@@ -38,6 +38,8 @@ def architecture_of(model: ModelConfig, imported: Mapping[str, Any] | None) -> s
         "moe.shared_intermediate_size": moe.shared_intermediate_size,
         "moe.router": moe.router != "softmax" and moe.router,
         "moe.balance": moe.balance == "bias" and moe.balance,
+        "moe.groups": moe.groups > 1 and moe.groups,
+        "moe.scaling": moe.scaling != 1.0 and moe.scaling,
     }
     for key, value in refused.items() if moe.experts else ():
         if value:

@@ -101,6 +101,7 @@ def _stage_plan(
         job.data.sequence_length,
         job.model.sliding_window if windowed(job) else None,
         job.model.attention_softcap,
+        job.model.full_attention_every,
     )
     problem = overlap_problem(job, device.type)
     if problem:

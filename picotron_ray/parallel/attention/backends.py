@@ -49,6 +49,7 @@ class AttentionPlan:
         length: tokens of a row.
         window: tokens that a query sees at most, in blocks that have one; None: all.
         softcap: bound of scores; None: there is none.
+        whole_every: every so many blocks one has no window; None: none.
     """
 
     modules: tuple[str, ...]
@@ -56,9 +57,12 @@ class AttentionPlan:
     length: int
     window: int | None = None
     softcap: float | None = None
+    whole_every: int | None = None
 
     def __str__(self) -> str:
         within = f", window of {self.window}" if self.window is not None else ""
+        if within and self.whole_every is not None:
+            within += f", of every {self.whole_every} blocks but one"
         within += f", scores capped at {self.softcap:g}" if self.softcap is not None else ""
         return f"{self.backend} attention{within}"
 

@@ -15,7 +15,14 @@ from picotron_ray.models.layers import softcap as capping
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention.lse_kernels import MathKernel
 from tests.support.gloo.faults import replace
-from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, Result, documents_job, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import (
+    MODEL,
+    SEQUENCE,
+    Result,
+    documents_job,
+    make_job,
+    run_layout,
+)
 from tests.support.gloo.parity import check, compare, primaries, thinned
 from tests.support.gloo.pool import Job, Pool
 
@@ -66,6 +73,9 @@ LAYOUTS = [
 def test_every_layout_equals_one_process(pool: Pool, layout: Layout, rows: int, model: ModelConfig) -> None:
     ranks = check(pool, layout, rows, model)
     primaries(layout, ranks, model)
+    said = "" if model.sliding_window == SEQUENCE else ", window of 3, of every 2 blocks but one"
+    said += "" if model.attention_softcap is None else ", scores capped at 1.5"
+    assert any(phrase.endswith(f" attention{said}") for phrase in ranks[0].applied)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ def _rope(job: JobConfig) -> Iterator[Problem]:
 
 def _turned_width(model: ModelConfig) -> Iterator[Problem]:
     """Parts of heads that rotary positions cannot turn; whole heads are judged with the heads."""
-    width = rotary_width(model.head_size, model.partial_rotary_factor)
+    turned = model.mla.qk_rope_head_dim if model.mla.kv_lora_rank else model.head_size
+    width = rotary_width(turned, model.partial_rotary_factor)
     if model.rope_scaling.type == "dynamic" and width == 2:
         text = "saw dynamic where 2 elements of a head turn, whose base nothing moves; expected another type"
         yield Problem("model.rope_scaling.type", text, ("model.head_dim", "model.partial_rotary_factor"))

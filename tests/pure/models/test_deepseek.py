@@ -204,11 +204,6 @@ def test_the_published_models_have_their_parameters() -> None:
         (V3, {"rope_interleave": False}, "rope_interleave: saw False, expected True"),
         (V3, {"scoring_func": "softmax"}, "scoring_func: saw 'softmax', expected 'sigmoid'"),
         (V3, {"quantization_config": {"fmt": "e4m3"}}, "quantization_config: saw .*e4m3.*, expected None"),
-        (
-            V3,
-            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}},
-            "rope_scaling.rope_type: saw yarn, expected default or llama3: no other is built for DeepSeek",
-        ),
     ],
 )
 def test_a_variant_that_is_not_built_is_refused(

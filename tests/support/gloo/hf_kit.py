@@ -101,6 +101,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**LATENT, **GROUPS, "rope_parameters": SHARPER, "rope_scaling": SHARPER},
     ),
+    "deepseek-v2-yarn": ("DeepseekV2", {**LATENT, **_rope(**MSCALE)}),
+    "deepseek-v3-yarn": ("DeepseekV3", {**LATENT, **GROUPS, **_rope(**MSCALE)}),
     "deepseek-v3-free": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "deepseek-dense": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
     "qwen3-moe": (

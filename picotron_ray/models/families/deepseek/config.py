@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.models.decoder.rules import unlearned_positions, untaken
+from picotron_ray.models.decoder.rules import MIXED, unlearned_positions, untaken
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window")
-SCALINGS = ("llama3", None)
-"""Kinds of ``model.rope_scaling`` that are built here; None: it has no kinds."""
+UNTAKEN = ("head_dim", "qkv_bias", "qk_norm", "sliding_window", "partial_rotary_factor")
 
 
 def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
     """Mistakes in the ``model`` section."""
     yield from unlearned_positions(model)
-    yield from untaken(model, UNTAKEN)
+    yield from untaken(model, (*UNTAKEN, *MIXED))
     mla, family = model.mla, ("model.family",)
     if not mla.kv_lora_rank:
         text = "saw 0 with model.family=deepseek, expected the width of the latent vector of keys and values"
@@ -40,10 +38,6 @@ def rules(model: ModelConfig, sequence_length: int) -> Iterator[Problem]:
             f"saw {mla.mscale_all_dim:g} with model.rope_scaling.factor=1, which stretches nothing; drop it"
         )
         yield Problem("model.mla.mscale_all_dim", text, ("model.rope_scaling.factor",))
-    kind = getattr(model.rope_scaling, "type", None)
-    if kind not in SCALINGS:
-        text = f"saw {kind} with model.family=deepseek, for which it is not built; use llama3"
-        yield Problem("model.rope_scaling.type", text, family)
     if model.moe.experts and model.moe.first_dense_layers >= model.layers:
         text = f"saw {model.moe.first_dense_layers}, expected fewer than model.layers={model.layers}"
         yield Problem(

@@ -78,7 +78,7 @@ _FIXED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     V2: {"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     V3: {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
-_TURNED, _SHARPER = ("default", "llama3"), "mscale_all_dim"
+_SHARPER = "mscale_all_dim"
 
 
 def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +106,11 @@ def model_keys(architecture: str, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharper(hf: Mapping[str, Any]) -> dict[str, float]:
-    """The coefficient by which stretched positions make attention sharper.
-
-    Refuses kinds of scaling that are not built for this family (YaRN).
-    """
+    """The coefficient by which stretched positions make attention sharper."""
     found: dict[str, float] = {}
     for place in ("rope_scaling", "rope_parameters"):
         given = hf.get(place)
         kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else "default"
-        if kind not in _TURNED:
-            raise refuse(
-                f"{place}.rope_type", kind, f"{' or '.join(_TURNED)}: no other is built for DeepSeek"
-            )
         if isinstance(given, dict) and kind != "default" and given.get(_SHARPER):
             found = {_SHARPER: Keys(given, {}, inside=f"{place}.").number(_SHARPER)}
     return found

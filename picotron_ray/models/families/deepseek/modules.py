@@ -27,11 +27,7 @@ LATENT_EPS = 1e-6
 
 
 def score_times(config: ModelConfig) -> float:
-<<<<<<< HEAD
-    """Return the factor of attention scores beside 1 / sqrt(head): YaRN's square, by a coefficient.
-=======
     """Factor of attention scores beside 1 / sqrt(head): YaRN's, squared, by a coefficient.
->>>>>>> ha2
 
     (0.1 x mscale_all_dim x ln(factor) + 1)², Peng et al. 2023 (YaRN), section 3.4, as DeepSeek has it.
     """

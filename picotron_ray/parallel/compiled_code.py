@@ -71,7 +71,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], *, one_graph: bool, backend:
         block.forward = telling(f"kernels.compile: saw true, but block {name}", made)
 
 
-def telling(what: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def telling(what: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled function so that it tells in one line what torch could not compile.
 
     Args:
@@ -81,7 +81,7 @@ def telling(what: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(*inputs: Any, **named: Any) -> Any:
         try:
-            return compiled(*inputs, **named)
+            return inner(*inputs, **named)
         except FailOnRecompileLimitHit:
             why = f"would need more than {KEPT * ENTRIES} versions for the inputs that it meets"
         except (Unsupported, UserError) as error:

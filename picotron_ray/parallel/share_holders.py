@@ -79,7 +79,7 @@ class ShareHolders:
         layout = self._layout
         experts = layout.ep if spec.expert else 1
         shards = 1
-        if layout.zero and spec.trained:
+        if layout.zero and spec.sharded:
             shards = layout.expert_shards if spec.expert else layout.shards
         for tp in self._tp_ranks(spec, box):
             rows = (0, spec.shape[0]) if spec.shape else (0, 1)

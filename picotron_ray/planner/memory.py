@@ -23,6 +23,7 @@ from picotron_ray.planner.model_sizes import (
     stage_depth,
     stage_parameters,
     tied_copy,
+    trained_of_stage,
 )
 
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
@@ -140,11 +141,15 @@ def _rank_state(
     parameters = sum(stage_parameters(job.model, layout.cut, stage, tp, ep) for stage in stages)
     depth = sum(stage_depth(job.model, layout.cut, stage) for stage in stages)
     whole_mine = mine = _sharded(job, shared, parameters, depth) if zero else parameters
-    state, host = size * 2 * mine, 0.0  # weight and gradient
-    not_kept = size * mine
+    kinds = [trained_of_stage(job.model, layout.cut, stage) for stage in stages]
+    share, added = (sum(numbers) / len(kinds) for numbers in zip(*kinds, strict=True))
+    state, host = size * mine * (1 + added + share), 0.0  # weight and gradient
+    not_kept = size * mine * share
+    frozen_mine = mine * (1 - share)
     if {0, layout.stages - 1} <= set(stages):
         # the head's copy follows the embedding (parallel.pipeline.tied_embeddings)
         mine -= tied_copy(job.model, layout) / shards
+    mine = max(0.0, mine - frozen_mine)  # moments are of what is trained
     state += size * MOMENTS[job.optimizer.name] * mine
     if job.optimizer.offload:
         host = size * MOMENTS[job.optimizer.name] * mine
@@ -152,7 +157,7 @@ def _rank_state(
         state, not_kept = state + staging - host, not_kept + staging
     if job.optimizer.name == "muon":
         held = sizes.block - sizes.experts + sizes.experts // ep
-        matrices = depth * (held - sizes.block + sizes.matrices) / tp
+        matrices = depth * (held - sizes.block + sizes.matrices) / tp * share
         matrices = _sharded(job, shared, matrices, depth) if zero else matrices
         state, mine = state - size * matrices, mine - matrices
     if job.optimizer.moments == "8bit":

@@ -26,7 +26,7 @@ Optional parts stand behind one interface each, and are chosen when the engine i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Shard
 from picotron_ray.models.build import definition_of
+from picotron_ray.models.finetune import is_adapter
 from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
@@ -274,6 +275,10 @@ class Engine:
     def weights(self) -> list[StateTensor]:
         """List the weights of this rank, without moments: live storage."""
         return self._state.weights()
+
+    def imported(self, names: Collection[str]) -> list[StateTensor]:
+        """As `weights`, without the adapters that are not among ``names``: an import may know of none."""
+        return [one for one in self.weights() if one.shard.name in names or not is_adapter(one.shard.name)]
 
     def state(self) -> list[StateTensor]:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""

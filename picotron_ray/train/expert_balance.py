@@ -60,10 +60,10 @@ class ExpertBalance:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every bias against its expert's load."""
+        """Move every bias against its expert's load, but for frozen ones."""
         for (_, mixture), load in zip(self._mixtures, self._loads, strict=True):
             router = mixture.router
-            if router.bias is not None:
+            if router.bias is not None and not router.held:
                 used = load[:-1]
                 router.bias.add_(
                     (used.mean() - used).sign().to(router.bias.dtype), alpha=router.config.bias_rate

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.model import ModelConfig, MoeConfig
-from picotron_ray.models.families.registry import family_of
+from picotron_ray.config.schema.model import LoraConfig, ModelConfig, MoeConfig
+from picotron_ray.models.families.registry import family_of, freeze_mistakes, target_mistakes
 
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
@@ -18,10 +18,11 @@ def _builder(job: JobConfig) -> Iterator[Problem]:
     """Keys that do not go with `model.builder`, or not without it."""
     model, plain = job.model, ModelConfig()
     own = ("arguments", "plan", "built")
-    skipped = {"vocab_size", "builder", *own} if model.builder else set(ModelConfig.model_fields) - set(own)
+    common = {"vocab_size", "freeze", "builder", *own}
+    skipped = common if model.builder else set(ModelConfig.model_fields) - set(own)
     for key in ModelConfig.model_fields:
         if key not in skipped and getattr(model, key) != getattr(plain, key):
-            text = "a value with model.builder, which takes only vocab_size, arguments and plan"
+            text = "a value with model.builder, which takes only vocab_size, freeze, arguments and plan"
             yield Problem(
                 f"model.{key}",
                 f"saw {text if model.builder else 'a value without model.builder'}; drop it",
@@ -94,6 +95,28 @@ def _moe(job: JobConfig) -> Iterator[Problem]:
             yield Problem(f"model.moe.{key}", text, ("model.moe.experts",))
 
 
+def _finetuning(job: JobConfig) -> Iterator[Problem]:
+    model, lora, plain = job.model, job.model.lora, LoraConfig()
+    shape = tuple(f"model.{key}" for key in ModelConfig.model_fields if key not in ("freeze", "lora"))
+    yield from (Problem("model.freeze", text, (*shape, "model.lora")) for text in freeze_mistakes(model))
+    if model.builder is not None:
+        return
+    if not lora.rank:
+        for key in LoraConfig.model_fields:
+            if getattr(lora, key) != getattr(plain, key):
+                text = "saw a value with model.lora.rank=0, no adapters; say a rank, or drop it"
+                yield Problem(f"model.lora.{key}", text, ("model.lora.rank",))
+        return
+    if lora.dropout:
+        text = f"saw {lora.dropout:g}, expected 0: a step must repeat bit by bit; drop it"
+        yield Problem("model.lora.dropout", text, ("model.lora.rank",))
+    for text in target_mistakes(model):
+        yield Problem("model.lora.targets", text, (*shape, "model.lora.rank"))
+    if job.precision == "fp8":
+        text = f"saw {lora.rank} with precision=fp8, whose layers have no adapters; use bf16, or drop it"
+        yield Problem("model.lora.rank", text, ("precision",))
+
+
 def _data(job: JobConfig) -> Iterator[Problem]:
     data, vocabulary = job.data, job.model.vocab_size
     if data.source == "stdlib" and data.path is not None:
@@ -139,6 +162,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _model,
     _family,
     _moe,
+    _finetuning,
     _data,
     _documents,
 )

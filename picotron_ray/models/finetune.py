@@ -95,7 +95,7 @@ def _adapters(module: str, weight: ParameterSpec, rank: int) -> Iterator[Paramet
 
 
 def freeze_problems(names: Sequence[str], trained: Collection[str], patterns: Sequence[str]) -> Iterator[str]:
-    """What is wrong with ``model.freeze``, in words.
+    """Mistakes in ``model.freeze``, in words.
 
     Args:
         names: of all parameters.
@@ -109,9 +109,9 @@ def freeze_problems(names: Sequence[str], trained: Collection[str], patterns: Se
 
 
 def target_problems(table: Sequence[ParameterSpec], targets: Sequence[str]) -> Iterator[str]:
-    """What is wrong with ``model.lora.targets``, in words."""
+    """Mistakes in ``model.lora.targets``, in words."""
     layers = linear_layers(table)
-    stacks = {spec.name for spec in table if spec.expert}
+    stacks = [spec.name for spec in table if spec.expert]
     modules = dict.fromkeys(spec.name.rpartition(".")[0] for spec in table) | dict.fromkeys(stacks)
     for target in targets:
         met = [name for name in modules if fnmatchcase(name, target)]

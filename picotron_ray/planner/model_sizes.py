@@ -160,7 +160,7 @@ def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: 
 
 
 class Trained(NamedTuple):
-    """What is trained of a pipeline stage, as shares of its parameters without adapters.
+    """Trained parameters of a pipeline stage, as shares of its parameters without adapters.
 
     Fields:
         share: of elements that are trained, adapters among them.
@@ -176,7 +176,7 @@ EVERYTHING = Trained(1.0, 0.0)
 
 @remember_latest
 def trained_of_stage(model: ModelConfig, cut: Cut, stage: int) -> Trained:
-    """What ``model.freeze`` and ``model.lora`` leave to be trained of one pipeline stage."""
+    """Shares that ``model.freeze`` and ``model.lora`` leave to be trained of one pipeline stage."""
     if not (model.freeze or model.lora.rank):
         return EVERYTHING
     first, last = stage_bounds(model, cut)[stage]

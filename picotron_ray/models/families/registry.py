@@ -60,7 +60,7 @@ def finetuned_table(config: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 
 def freeze_mistakes(config: ModelConfig) -> Iterator[str]:
-    """What is wrong with ``model.freeze``, in words; nothing for a module that launch has not built yet."""
+    """Mistakes in ``model.freeze``, in words; none for a module that launch has not built yet."""
     if not config.freeze:
         return
     if config.builder is not None:
@@ -73,5 +73,5 @@ def freeze_mistakes(config: ModelConfig) -> Iterator[str]:
 
 
 def target_mistakes(config: ModelConfig) -> Iterator[str]:
-    """What is wrong with ``model.lora.targets``, in words."""
+    """Mistakes in ``model.lora.targets``, in words."""
     yield from target_problems(parameter_table(config), config.lora.targets)

@@ -25,7 +25,7 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.empty(outputs, rank))
 
     def raised(self, low: Tensor) -> Tensor:
-        """What the adapter adds, given ``A x``: ``[..., rank]`` → ``[..., out]``."""
+        """Multiply ``A x`` by B and the scale: ``[..., rank]`` → ``[..., out]``."""
         return F.linear(low, self.lora_b) * self.scale
 
     def product(self, x: Tensor) -> Tensor:

@@ -488,7 +488,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "adapters of a norm": (
         'model: {lora: {rank: 4, targets: ["*.mlp_norm"]}}',
         "model.lora.targets",
-        "names layers.0.mlp_norm, no linear layer of a block; the nearest is layers.0.mlp.up",
+        "names layers.0.mlp_norm, no linear layer of a block; the nearest is layers.0.mlp.down",
     ),
     "adapters of stacked experts": (
         'model: {moe: {experts: 4}, lora: {rank: 4, targets: ["*.experts.*"]}}',

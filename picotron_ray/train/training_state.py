@@ -46,7 +46,7 @@ class TrainingState:
 
     def weights(self) -> list[StateTensor]:
         """List the weights, without moments."""
-        return [_shard(p.spec.name, p, p.local) for p in self._parameters]
+        return [_shard(p.spec.name, p, p.local, still=p.spec.frozen) for p in self._parameters]
 
     def tensors(self) -> list[StateTensor]:
         """List weights, moments and the loss scale."""
@@ -107,6 +107,9 @@ class TrainingState:
         self._scaling.initialise()
 
 
-def _shard(name: str, parameter: LocalParameter, tensor: Tensor | Encoded) -> StateTensor:
+def _shard(
+    name: str, parameter: LocalParameter, tensor: Tensor | Encoded, *, still: bool = False
+) -> StateTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StateTensor(Shard(name, dtype, parameter.spec.shape, parameter.box), tensor, parameter.primary)
+    shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
+    return StateTensor(shard, tensor, parameter.primary, still)

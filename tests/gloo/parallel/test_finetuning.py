@@ -183,6 +183,18 @@ def engine_of(model: ModelConfig) -> tuple[Engine, dict[str, StateTensor]]:
     return engine, {one.shard.name: one for one in engine.weights()}
 
 
+def test_what_is_frozen_is_still_for_snapshots() -> None:
+    """It is copied once into each slot of a generation; weights that train, and moments, every time."""
+    engine, _ = engine_of(ALL_LINEAR)
+    still = {one.shard.name for one in engine.state() if one.still}
+    moving = {one.shard.name for one in engine.state() if not one.still}
+    assert "layers.0.attention.wq.weight" in still
+    assert len(still) == 3 + 4 * 9
+    assert {name.rpartition(".")[2] for name in moving} == {"lora_a", "lora_b"}
+    plain, _ = engine_of(MODEL)
+    assert not any(one.still for one in plain.state())
+
+
 def test_an_adapter_is_the_formula() -> None:
     """Loss and gradients of A and B are those of W + alpha / rank B A by the chain rule."""
     engine, held = engine_of(ALL_LINEAR)

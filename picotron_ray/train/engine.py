@@ -174,11 +174,11 @@ class Engine:
             This rank's sum of weighted token losses in nats. It is 0.0 on ranks that do not own the loss (all
             but tp rank 0 of the last stage), so that a sum over all ranks is the batch's.
         """
-        scale = self._scaling.scale / batch.global_tokens
+        scale = self._scaling.scale / batch.loss_tokens
         self._mesh.begin_step()
         self._selection.begin(self.step + 1)
         self._gradients.clear(len(batch.tokens), self.step + 1, self._scaling.scale)
-        self._balance.begin(scale)
+        self._balance.begin(self._scaling.scale / batch.global_tokens)  # a router counts all tokens
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
         return float(total) if self._owns_loss else 0.0
@@ -257,7 +257,10 @@ class Engine:
         for batch in batches:
             for loss in self._passes.losses(batch):
                 total += loss
-            tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+            if batch.counted is None:
+                tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+            elif self._mesh.at.cp == 0:  # for all that share its rows
+                tokens_seen += int(batch.counted.sum())
         for model in self._models.values():
             free_gathered_weights(model)
         return (total, tokens_seen) if self._owns_loss else (0.0, 0)

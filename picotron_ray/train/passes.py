@@ -201,13 +201,20 @@ def choose_passes(
 
 def loss_function(job: JobConfig, mesh: Mesh, definition: ModelDefinition) -> LossFunction:
     """Return the sum of weighted token losses, from logits or from the losses that a linear head makes."""
+
+    def counted(losses: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        if job.data.loss_mask:
+            losses = losses * (targets >= 0)
+        return weighted_sum(losses, weights)
+
     if job.kernels.loss == "linear":
-        return lambda losses, targets, weights: weighted_sum(losses, weights)
+        return counted
     group = mesh.group("tp") if definition.sequence_parallel else None
     first, _ = chunk(job.model.vocab_size, mesh.layout.tp, mesh.at.tp)
 
     def of_logits(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return weighted_sum(token_losses(logits, targets, group, first), weights)
+        known = targets.clamp(min=0) if job.data.loss_mask else targets
+        return counted(token_losses(logits, known, group, first), targets, weights)
 
     return of_logits
 

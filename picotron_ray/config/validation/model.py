@@ -144,6 +144,9 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
     if data.document_masks and job.model.builder is not None:
         text = "saw true; a model of your own attends as it was built: leave it out"
         yield Problem("data.document_masks", text, ("model.builder",))
+    if data.loss_mask and data.source != "memmap":
+        text = f"saw true with data.source={data.source}, which has no masks; use memmap, or drop it"
+        yield Problem("data.loss_mask", text, ("data.source",))
     if data.source != "memmap":
         if end is not None:
             text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"

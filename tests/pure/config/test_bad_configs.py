@@ -470,6 +470,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model.moe.top_k",
         "saw 3, expected at most model.moe.experts=2",
     ),
+    "loss mask of bytes": (
+        "data: {loss_mask: true}",
+        "data.loss_mask",
+        "has no masks; use memmap, or drop it",
+    ),
     "freeze that matches nothing": (
         'model: {freeze: ["embedd.*"]}',
         "model.freeze",

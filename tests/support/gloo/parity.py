@@ -23,6 +23,7 @@ from tests.support.gloo.parallel_jobs.matrix_jobs import (
     assemble,
     documents_job,
     make_job,
+    masked_job,
     run_layout,
     train,
 )
@@ -40,6 +41,7 @@ def reference(
     model: ModelConfig = MODEL,
     documents: bool = False,
     length: int = SEQUENCE,
+    masked: bool = False,
 ) -> Result:
     """The same job in this process by torch's operators, one micro-batch of the whole global batch."""
     job = (
@@ -47,6 +49,7 @@ def reference(
         if documents
         else make_job(optimizer, global_batch, model, length=length)
     )
+    job = masked_job(optimizer, global_batch, model) if masked else job
     eager = job.model_copy(update={"kernels": KernelsConfig(norm="eager")})
     return train(eager, Layout(micro_batch=global_batch), 0, None)
 
@@ -93,7 +96,12 @@ def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
     """Everything in which a layout differs from one process, one line each."""
     data = job.data
     expected = reference(
-        job.optimizer.name, data.global_batch, job.model, data.document_masks, data.sequence_length
+        job.optimizer.name,
+        data.global_batch,
+        job.model,
+        data.document_masks,
+        data.sequence_length,
+        data.loss_mask,
     )
     wrong = []
     for step in range(STEPS):

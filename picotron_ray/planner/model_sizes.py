@@ -190,6 +190,12 @@ def trained_of_stage(model: ModelConfig, cut: Cut, stage: int) -> Trained:
     return Trained(trained / base, added / base) if base else EVERYTHING
 
 
+def trained_of_rank(model: ModelConfig, layout: Layout, rank: int) -> Trained:
+    """As `trained_of_stage`, the mean over the stages of a pipeline rank."""
+    kinds = [trained_of_stage(model, layout.cut, stage) for stage in layout.rank_stages(rank)]
+    return Trained(*(sum(numbers) / len(kinds) for numbers in zip(*kinds, strict=True)))
+
+
 def trained_elements(model: ModelConfig) -> int:
     """Elements of all parameters that are trained, adapters among them."""
     if not (model.freeze or model.lora.rank):

@@ -10,6 +10,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import finetuned_table, parameter_table
 from picotron_ray.planner.memory import memory_estimate, rank_state
+from picotron_ray.planner.memory_causes import memory_by_cause
+from picotron_ray.planner.memory_explained import explain_memory
 from picotron_ray.planner.model_sizes import (
     EVERYTHING,
     flops_per_token,
@@ -81,3 +83,16 @@ def test_a_frozen_parameter_costs_two_thirds() -> None:
     assert flops_per_token(frozen.model, 128) == full - 2 * still
     count, added = parameter_count(plain.model), trained_elements(lora.model)
     assert flops_per_token(lora.model, 128) == full - 2 * count + 6 * added
+
+
+@pytest.mark.parametrize("model", [{"lora": LORA}, {"freeze": ["layers.*"]}, {}])
+def test_causes_of_memory_tell_gradients_from_weights(model: dict[str, Any]) -> None:
+    asked = job(**model)
+    count, trained = parameter_count(asked.model), trained_elements(asked.model)
+    adapters = trained if "lora" in model else 0
+    found = memory_by_cause(asked, Layout(), 0)
+    told = {cause.cause: cause.bytes for cause in explain_memory(asked, Layout(), 0)}
+    for one in (found, told):
+        assert one["weights"] == pytest.approx(4 * (count + adapters))
+        assert one["gradients"] == pytest.approx(4 * trained)
+        assert one["optimizer"] == pytest.approx(8 * trained)

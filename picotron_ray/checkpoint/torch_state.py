@@ -72,11 +72,13 @@ class StateTensor:
         tensor: the live local storage, of the box's shape (never a DTensor), or what stands for it.
         primary: exactly one state group (``Layout.state_group``) is primary for each box: False on tp
             ranks other than 0 for tensors that tp replicates.
+        still: whether nothing changes it within a generation: a frozen weight.
     """
 
     shard: Shard
     tensor: torch.Tensor | Encoded
     primary: bool = True
+    still: bool = False
 
     def values(self) -> torch.Tensor:
         """The canonical values: the live storage itself, or made from what stands for it."""
@@ -88,13 +90,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def buffers(state: Iterable[StateTensor]) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+def buffers(
+    state: Iterable[StateTensor], *, moving: bool = False
+) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | None]:
     """Yield the bytes of each tensor, for ``SlotFile.write``; on CPU without a copy where contiguous.
 
-    A tensor that is encoded, or not on the CPU, is copied; its copy lives until the next one is asked for.
+    With ``moving``, None stands for those that are still, which the slot has already. A tensor that is
+    encoded, or not on the CPU, is copied; its copy lives until the next one is asked for.
     """
     for entry in state:
-        if entry.shard.box.numel:
+        if moving and entry.still:
+            yield None
+        elif entry.shard.box.numel:
             yield entry.values().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         else:
             yield np.empty(0, dtype=np.uint8)

@@ -98,9 +98,10 @@ def checkpoints_export(
     dtype: Annotated[str, typer.Option(help="of the tensors: float32 or bfloat16")] = "float32",
     shard_gib: Annotated[float, typer.Option(min=0.001, help="most GiB per file")] = 4.0,
     weights: Annotated[str, typer.Option(help="trained, or ema: their moving average")] = "trained",
+    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA's matrices alone, for PEFT")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a commit as a Hugging Face checkpoint that transformers loads.
+    """Write a commit as a Hugging Face checkpoint that transformers loads; what LoRA trained is merged in.
 
     Example: picotron-ray checkpoints export-hf quickstart --to ./exported --dtype bfloat16
     """
@@ -112,8 +113,8 @@ def checkpoints_export(
             raise ConfigError(f"--dtype: saw {dtype}, expected float32 or bfloat16")
         if weights not in ("trained", "ema"):
             raise ConfigError(f"--weights: saw {weights}, expected trained or ema")
-        shard_bytes = int(shard_gib * 2**30)
-        done = hf_export.export_hf(_job(config, overrides), folder, step, dtype, shard_bytes, weights)
+        job, most = _job(config, overrides), int(shard_gib * 2**30)
+        done = hf_export.export_hf(job, folder, step, dtype, most, weights, adapter=adapter)
         text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
         emit(done) if as_json else print(text)
 

@@ -30,9 +30,11 @@ class StepBatch:
         tokens: int64 ``[micro_batches, rows, sequence_length + 1]``; inputs are all but the last
             token of a row, targets all but the first.
         weights: float64 ``[micro_batches, rows]``; 1 for a real row, 0 for a filler.
-        global_tokens: predicted tokens of the whole step over all replicas: what the loss is divided by.
+        global_tokens: predicted tokens of the whole step over all replicas.
         rows: half-open range of global sample numbers that this replica feeds.
         digest: xxh3_128 of the real rows' tokens as little-endian uint32, in order.
+        counted: mask of the targets that count, ``[micro_batches, rows, sequence_length]``; None: all do.
+        global_counted: how many count in the whole step over all replicas; None: all do.
     """
 
     step: int
@@ -41,6 +43,19 @@ class StepBatch:
     global_tokens: int
     rows: tuple[int, int]
     digest: bytes
+    counted: npt.NDArray[np.bool_] | None = None
+    global_counted: int | None = None
+
+    @property
+    def loss_tokens(self) -> int:
+        """Divisor of the step's loss: the tokens that count in it, at least 1."""
+        return self.global_tokens if self.global_counted is None else max(1, self.global_counted)
+
+    def tokens_of(self, cp: int, index: int) -> int:
+        """Count the tokens whose losses the rank ``index`` of ``cp`` that share these rows is to answer for."""
+        if self.counted is None:
+            return int((self.weights > 0).sum()) * (self.tokens.shape[-1] - 1) // cp
+        return int(self.counted.sum()) if index == 0 else 0
 
 
 def samples_of(step: int, global_batch: int) -> str:
@@ -64,6 +79,8 @@ def _pack(
     numbers: tuple[int, int],
     shape: tuple[int, int],
     global_samples: int,
+    counted: npt.NDArray[np.bool_] | None = None,
+    global_counted: int | None = None,
 ) -> StepBatch:
     """Pack real rows first, then fillers, into ``shape`` (micro-batches, rows of each)."""
     places, width = shape[0] * shape[1], rows.shape[1]
@@ -71,6 +88,10 @@ def _pack(
     tokens[: len(rows)] = rows
     weights = np.zeros(places)
     weights[: len(rows)] = 1.0
+    mask = None
+    if counted is not None:
+        mask = np.zeros((places, width - 1), np.bool_)
+        mask[: len(rows)] = counted
     return StepBatch(
         step=step,
         tokens=tokens.reshape(*shape, width),
@@ -78,7 +99,13 @@ def _pack(
         global_tokens=global_samples * (width - 1),
         rows=numbers,
         digest=token_digest(rows),
+        counted=None if mask is None else mask.reshape(*shape, width - 1),
+        global_counted=global_counted,
     )
+
+
+def _total(counted: npt.NDArray[np.bool_] | None) -> int | None:
+    return None if counted is None else int(counted.sum())
 
 
 def batch_shape(layout: Layout, dp_index: int, global_batch: int) -> tuple[int, int]:
@@ -93,8 +120,12 @@ def make_batch(
     first, last = layout.rows(dp_index, global_batch)
     base = (step - 1) * global_batch
     samples = samples_between(seed, base + first, base + last, dataset.samples)
-    shape = batch_shape(layout, dp_index, global_batch)
-    return _pack(step, dataset.rows(samples), (base + first, base + last), shape, global_batch)
+    shape, numbers = batch_shape(layout, dp_index, global_batch), (base + first, base + last)
+    mine, total = dataset.counted(samples), None
+    if mine is not None:  # the masks of all replicas' rows: their sum needs no message
+        every = samples_between(seed, base, base + global_batch, dataset.samples)
+        total = _total(dataset.counted(every))
+    return _pack(step, dataset.rows(samples), numbers, shape, global_batch, mine, total)
 
 
 def eval_batches(
@@ -113,5 +144,7 @@ def eval_batches(
     for base in range(0, wanted, global_batch):
         size = min(global_batch, wanted - base)
         first, last = (base + end for end in layout.rows(dp_index, size))
-        batches.append(_pack(0, dataset.rows(chosen[first:last]), (first, last), shape, size))
+        mine = chosen[first:last]
+        counted, total = dataset.counted(mine), _total(dataset.counted(chosen[base : base + size]))
+        batches.append(_pack(0, dataset.rows(mine), (first, last), shape, size, counted, total))
     return batches

@@ -37,12 +37,17 @@ _TOKEN = np.dtype("<u2")
 
 @dataclass(frozen=True, slots=True)
 class TokenSplits:
-    """Both splits of a source as token streams, the digest of their content, and the bigram baseline."""
+    """Both splits of a source as token streams, the digest of their content, and the bigram baseline.
+
+    Fields:
+        masks: of both streams, one byte per token (`Dataset`); None: there are none.
+    """
 
     train: Tokens
     held_out: Tokens
     digest: str
     bigram_entropy: float
+    masks: tuple[Tokens, Tokens] | None = None
 
 
 def held_out(key: bytes, fraction: float) -> bool:

@@ -69,10 +69,11 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
                 f" {data.sequence_length + 1}; give more data, a smaller data.sequence_length, or another"
                 f" data.held_out_fraction than {data.held_out_fraction}"
             )
+    train_mask, held_mask = splits.masks or (None, None)
     identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
     return DataSplits(
-        train=Dataset(splits.train, data.sequence_length),
-        held_out=Dataset(splits.held_out, data.sequence_length),
+        train=Dataset(splits.train, data.sequence_length, train_mask),
+        held_out=Dataset(splits.held_out, data.sequence_length, held_mask),
         fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
         bigram_entropy=splits.bigram_entropy,
         global_batch=data.global_batch,

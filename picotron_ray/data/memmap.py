@@ -48,13 +48,42 @@ def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplit
                 f" set that to at least {largest + 1}, or check data.memmap_dtype {data.memmap_dtype}"
             )
         digests.append(digest)
+    masks: list[Tokens] = []
+    for file, tokens in zip(paths, streams, strict=True) if data.loss_mask else ():
+        mask, digest = _mask(file, len(tokens), folder)
+        masks.append(mask)
+        digests.append(f"mask {digest}")
     if len(streams) == 1:
         cut = len(streams[0]) - tail_tokens(len(streams[0]), data.held_out_fraction)
         streams = [streams[0][:cut], streams[0][cut:]]
+        masks = [part for mask in masks for part in (mask[:cut], mask[cut:])]
         digests.append(str(cut))
     if data.document_masks:
         _check_end(streams[0], data.end_token, paths[0])
-    return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]))
+    pair = (masks[0], masks[1]) if masks else None
+    return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]), pair)
+
+
+def _mask(file: Path, tokens: int, folder: Path) -> tuple[Tokens, str]:
+    """Open the mask beside a token file; with its digest."""
+    path = file.with_suffix(".mask")
+    if not path.exists():
+        text = f"data.loss_mask: {shown(path)} is missing; expected it beside {shown(file)}, a byte per token"
+        raise DataError(f"{text}, or data.loss_mask=false")
+    mask = _map(path, "uint8")
+    if len(mask) != tokens:
+        raise DataError(
+            f"data.loss_mask: {shown(path)} has {len(mask)} bytes, expected {tokens}, one per token of"
+            f" {shown(file)}; write it anew"
+        )
+    largest, digest = _scan(path, mask, folder)
+    if largest != 1:
+        seen = "nothing but zeros" if not largest else f"the byte {largest}"
+        raise DataError(
+            f"data.loss_mask: {shown(path)} holds {seen}, expected 1 for tokens that count and 0 for others;"
+            " write it anew"
+        )
+    return mask, digest
 
 
 def _split_files(folder: Path) -> list[Path]:

@@ -18,10 +18,15 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Samples of ``sequence_length`` + 1 tokens cut from ``tokens`` (1-d, usually memory-mapped)."""
+    """Samples of ``sequence_length`` + 1 tokens cut from ``tokens`` (1-d, usually memory-mapped).
+
+    Fields:
+        mask: one byte per token, 1 where it counts as a target; None: all do.
+    """
 
     tokens: Tokens
     sequence_length: int
+    mask: npt.NDArray[np.uint8] | None = None
 
     @property
     def samples(self) -> int:
@@ -35,4 +40,17 @@ class Dataset:
         for row, sample in enumerate(samples):
             start = int(sample) * self.sequence_length
             out[row] = self.tokens[start : start + width]
+        return out
+
+    def counted(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Mask of the targets that count in the given samples, ``[len(samples), sequence_length]``.
+
+        None where all do.
+        """
+        if self.mask is None:
+            return None
+        out = np.empty((len(samples), self.sequence_length), np.bool_)
+        for row, sample in enumerate(samples):
+            start = int(sample) * self.sequence_length + 1
+            out[row] = self.mask[start : start + self.sequence_length]
         return out

@@ -11,8 +11,11 @@ from picotron_ray.models.custom import CustomDefinition
 from picotron_ray.models.decoder.table import tied_copies
 from picotron_ray.models.decoder.tensor_plan import ATTENTION_MODULES, mixture_modules, position_modules
 from picotron_ray.models.definition import InitialValue, ModelDefinition
-from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.families.registry import family_of, finetuned_table
+from picotron_ray.models.finetune import targeted
 from picotron_ray.models.layers.init import initial_value
+from picotron_ray.models.layers.lora import add_adapters
+from picotron_ray.models.layers.moe import Router
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.models.transformer import Transformer
 
@@ -26,14 +29,18 @@ class DecoderDefinition(ModelDefinition):
     def __init__(self, config: ModelConfig) -> None:
         family = family_of(config)
         self.config, self.hidden_size = config, config.hidden_size
-        self.table, self.styles = family.table(config), family.tensor_plan(config)
+        self.table, self.styles = finetuned_table(config), family.tensor_plan(config)
         self.positions, self.mixtures = position_modules(config), mixture_modules(config)
         self.fused_linear, self.functions = family.fused_modules(config), family.compiled_functions(config)
         self.copies = tied_copies(config, self.table)
 
     def build(self, first: int, last: int, *, embed: bool, head: bool) -> nn.Module:
         with torch.device("meta"):
-            return Transformer(self.config, first_layer=first, last_layer=last, embed=embed, head=head)
+            model = Transformer(self.config, first_layer=first, last_layer=last, embed=embed, head=head)
+        lora = self.config.lora
+        if lora.rank:
+            add_adapters(model, targeted(self.table, lora), lora.rank, lora.alpha)
+        return model
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         assert isinstance(module, Transformer)
@@ -47,9 +54,18 @@ class DecoderDefinition(ModelDefinition):
         assert isinstance(module, Transformer)
         return module.close_norms()
 
+    def freeze(self, module: nn.Module) -> int:
+        specs = self.specs
+        for name, part in module.named_modules():
+            if isinstance(part, Router) and part.bias is not None:
+                part.held = specs[f"{name}.bias"].frozen
+        return super().freeze(module)
+
     def initial(self, seed: int) -> InitialValue:
         def of_box(spec: ParameterSpec, box: Box) -> Tensor:
-            return initial_value(spec.name, spec.shape, seed, init_std=spec.init_std, box=box)
+            return initial_value(
+                spec.name, spec.shape, seed, init_std=spec.init_std, init_bound=spec.init_bound, box=box
+            )
 
         return of_box
 

@@ -29,6 +29,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.shards import region, whole
 from picotron_ray.models.definition import InitialValue, ModelDefinition
+from picotron_ray.models.finetune import frozen
 from picotron_ray.models.parameters import ParameterSpec, Style
 
 STYLES: dict[str, Style] = {"colwise": "copy_colwise", "rowwise": "sum_rowwise"}
@@ -160,7 +161,8 @@ class CustomDefinition(ModelDefinition):
         self._check_same(_prototype(config, seed))
         self.hidden_size = built.hidden_size
         self.styles = tuple((name, STYLES[style]) for name, style in built.tensor.items())
-        self.table = tuple(self._spec(name, shape) for name, shape in built.parameters)
+        table = tuple(self._spec(name, shape) for name, shape in built.parameters)
+        self.table = frozen(table, config.freeze) if config.freeze else table
 
     def _check_same(self, module: nn.Module) -> None:
         """This process must see the module that launch looked into."""

@@ -84,6 +84,14 @@ class ModelDefinition(ABC):
         """Give its RMSNorms their gradient in closed form (`layers.rms_norm`); returns their number."""
         return 0
 
+    def freeze(self, module: nn.Module) -> int:
+        """Keep what the table has as frozen from gradients, in place; returns the number of parameters."""
+        specs = self.specs
+        still = [parameter for name, parameter in module.named_parameters() if specs[name].frozen]
+        for parameter in still:
+            parameter.requires_grad_(False)
+        return len(still)
+
     @abstractmethod
     def initial(self, seed: int) -> InitialValue:
         """The weights of step 0: a function of seed, name and position alone."""

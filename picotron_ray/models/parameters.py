@@ -43,12 +43,15 @@ class ParameterSpec:
         decay: whether weight decay may apply (not to norms and biases).
         init_std: standard deviation of the normal initial value; None: all ones. Not used for a model of the
             user's own, which initialises itself.
+        init_bound: the initial value is uniform within ± this instead; None: it is not.
         expert: whether dimension 0 counts experts, which expert parallelism cuts.
         trained: whether a gradient moves it. What the balancing of experts moves instead is whole on every
             rank that has the layer, and has no moments.
         embedding: whether it is a table that tokens or positions look up.
         copy: whether it is what the head's pipeline stage holds of a tied embedding, which is on another
             stage: the same tensor of the state once more.
+        frozen: whether ``model.freeze`` or LoRA keeps it from being trained: it has neither gradient nor
+            moments, and ZeRO cuts it like what is trained.
     """
 
     name: str
@@ -62,6 +65,13 @@ class ParameterSpec:
     trained: bool = True
     embedding: bool = False
     copy: bool = False
+    frozen: bool = False
+    init_bound: float | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ZeRO cuts it; it does not where something else than a gradient moves it."""
+        return self.trained or self.frozen
 
     @property
     def numel(self) -> int:

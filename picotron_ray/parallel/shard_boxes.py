@@ -29,7 +29,7 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     if spec.expert:
         offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
         shards, shard = layout.expert_shards, layout.expert_shard(rank)
-    if layout.zero and spec.trained:
+    if layout.zero and spec.sharded:
         start, size[0] = chunk(size[0], shards, shard)
         offset[0] += start
     return Box(tuple(offset), tuple(size))
@@ -45,7 +45,7 @@ def replica_key(spec: ParameterSpec, layout: Layout, rank: int) -> tuple[int, ..
     at = layout.coordinates(rank)
     tp = at.tp if spec.tp_dim is not None and layout.tp > 1 else -1
     experts = layout.expert_index(rank) if spec.expert and layout.ep > 1 else -1
-    cut = layout.zero and spec.trained
+    cut = layout.zero and spec.sharded
     part = (layout.expert_shard(rank) if spec.expert else layout.shard(rank)) if cut else -1
     return at.pp, tp, experts, part
 
@@ -62,7 +62,7 @@ def is_primary(spec: ParameterSpec, layout: Layout, rank: int) -> bool:
     if spec.tp_dim is None and layout.coordinates(rank).tp:
         return False
     if layout.zero:
-        return spec.trained or layout.shard(rank) == 0
+        return spec.sharded or layout.shard(rank) == 0
     return spec.expert or layout.expert_index(rank) == 0
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.shard_boxes import chunk, is_primary, local_box
+from picotron_ray.planner.model_sizes import stage_bounds
 
 
 class ShareHolders:
@@ -79,7 +82,7 @@ class ShareHolders:
         layout = self._layout
         experts = layout.ep if spec.expert else 1
         shards = 1
-        if layout.zero and spec.trained:
+        if layout.zero and spec.sharded:
             shards = layout.expert_shards if spec.expert else layout.shards
         for tp in self._tp_ranks(spec, box):
             rows = (0, spec.shape[0]) if spec.shape else (0, 1)
@@ -95,6 +98,23 @@ class ShareHolders:
         if spec.tp_dim is None:
             return range(1)
         return _met(box, spec.tp_dim, (0, spec.shape[spec.tp_dim]), self._layout.tp)
+
+
+def holders_of(
+    model: ModelConfig, table: Sequence[ParameterSpec], wrote: Layout | None, wanted: Sequence[Shard]
+) -> frozenset[int]:
+    """State groups of layout ``wrote`` that hold anything of what is ``wanted``; empty: not known.
+
+    Args:
+        table: all parameters of the model.
+    """
+    if wrote is None:
+        return frozenset()
+    try:
+        bounds = stage_bounds(model, wrote.cut)
+    except LayoutError:  # of another model
+        return frozenset()
+    return ShareHolders(table, wrote, bounds).groups(wanted)
 
 
 def _met(box: Box, dim: int, span: tuple[int, int], parts: int) -> range:

@@ -26,7 +26,7 @@ class StagePlan:
         attention: the attention modules and their backend.
         mixtures: names of the mixtures of experts.
         positions: names of the modules that add learned positions.
-        untrained: names of parameters without a gradient. FSDP leaves them whole.
+        untrained: names of parameters that something else than a gradient moves. FSDP leaves them whole.
         compiled: whether torch.compile makes the blocks' kernels.
         one_graph: whether every compiled block has to be a single graph.
         grouped: whether the products of a mixture's experts are one grouped product.

@@ -8,11 +8,16 @@ from typing import Any
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.families.registry import finetuned_table
 from picotron_ray.planner.hardware import Hardware
 from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.memory import MOMENTS, averages, budget_bytes, memory_estimate
-from picotron_ray.planner.model_sizes import active_parameters, flops_per_token, parameter_count
+from picotron_ray.planner.model_sizes import (
+    active_parameters,
+    flops_per_token,
+    parameter_count,
+    trained_elements,
+)
 from picotron_ray.planner.plan import for_devices
 
 ZEROS = (0, 1, 2, 3)
@@ -63,16 +68,16 @@ def analyse(job: JobConfig, gpus: int, hardware: Hardware, held: dict[str, int] 
         held: bytes by dtype that the files of a checkpoint have; None: there are none.
     """
     job, hardware = for_devices(job, gpus, hardware.device), hardware.of_devices(gpus)
-    count, data = parameter_count(job.model), job.data
+    count, trained, data = parameter_count(job.model), trained_elements(job.model), job.data
     kept, computed = STATE_BYTES[job.precision], COMPUTE_BYTES[job.precision]
     flops = flops_per_token(job.model, data.sequence_length)
     budget = budget_bytes(job, hardware.profile.memory_bytes)
     return Analysis(
         parameters=_all_parameters(job, count),
         active=active_parameters(job.model),
-        trainable=count,
+        trainable=trained,
         bytes=held or {_dtype(kept): kept * count, job.precision: computed * count},
-        state_bytes=(2 + MOMENTS[job.optimizer.name] + averages(job)) * kept * count,
+        state_bytes=kept * (count + (1 + MOMENTS[job.optimizer.name] + averages(job)) * trained),
         flops_per_token=flops,
         flops_per_step=flops * data.global_batch * data.sequence_length,
         sequence_length=data.sequence_length,
@@ -97,7 +102,7 @@ def _all_parameters(job: JobConfig, trained: int) -> int:
     """Parameters of the whole model, those that no gradient moves too."""
     if job.model.builder is not None:
         return trained
-    return sum(spec.numel for spec in family_of(job.model).table(job.model))
+    return sum(spec.numel for spec in finetuned_table(job.model))
 
 
 def _dtype(size: int) -> str:

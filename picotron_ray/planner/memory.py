@@ -24,6 +24,7 @@ from picotron_ray.planner.model_sizes import (
     stage_mixtures,
     stage_parameters,
     tied_copy,
+    trained_of_stage,
 )
 
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}  # per parameter; muon has one of each matrix inside a block
@@ -142,11 +143,15 @@ def _rank_state(
     depth = sum(stage_depth(job.model, layout.cut, stage) for stage in stages)
     mixtures = sum(stage_mixtures(job.model, layout.cut, stage) for stage in stages)
     whole_mine = mine = _sharded(job, shared, parameters, mixtures) if zero else parameters
-    state, host = size * 2 * mine, 0.0  # weight and gradient
-    not_kept = size * mine
+    kinds = [trained_of_stage(job.model, layout.cut, stage) for stage in stages]
+    share, added = (sum(numbers) / len(kinds) for numbers in zip(*kinds, strict=True))
+    state, host = size * mine * (1 + added + share), 0.0  # weight and gradient
+    not_kept = size * mine * share
+    frozen_mine = mine * (1 - share)
     if {0, layout.stages - 1} <= set(stages):
         # the head's copy follows the embedding (parallel.pipeline.tied_embeddings)
         mine -= tied_copy(job.model, layout) / shards
+    mine = max(0.0, mine - frozen_mine)  # moments are of what is trained
     state += size * (MOMENTS[job.optimizer.name] + averages(job)) * mine
     if job.optimizer.offload:
         host = size * MOMENTS[job.optimizer.name] * mine
@@ -156,6 +161,7 @@ def _rank_state(
         held = sizes.block - sizes.experts + sizes.experts // ep
         matrices = mixtures * (held - sizes.block + sizes.matrices) / tp
         matrices += (depth - mixtures) * sizes.first_matrices / tp
+        matrices *= share
         matrices = _sharded(job, shared, matrices, mixtures) if zero else matrices
         state, mine = state - size * matrices, mine - matrices
     if job.optimizer.moments == "8bit":

@@ -6,7 +6,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.kept_activations import receive_bytes
 from picotron_ray.planner.memory import rank_memory
-from picotron_ray.planner.model_sizes import blocks_again
+from picotron_ray.planner.model_sizes import blocks_again, trained_of_rank
 
 
 def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, float]:
@@ -22,9 +22,11 @@ def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, floa
     bare = job.optimizer.model_copy(update=without)
     plain = rank_memory(job.model_copy(update={"optimizer": bare}), layout, rank, again)
     received = receive_bytes(job, layout, rank)
+    trained = trained_of_rank(job.model, layout, rank)
+    gradients = plain.state_bytes * trained.share / (1 + trained.added + trained.share)
     return {
-        "weights": plain.state_bytes / 2,
-        "gradients": plain.state_bytes / 2,
+        "weights": plain.state_bytes - gradients,
+        "gradients": gradients,
         "optimizer": estimate.state_bytes - plain.state_bytes,
         "activations": estimate.activation_bytes - received,
         "received": received,

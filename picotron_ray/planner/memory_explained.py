@@ -8,7 +8,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.kept_activations import STATE_BYTES
 from picotron_ray.planner.memory import MOMENTS, averages, rank_memory
-from picotron_ray.planner.model_sizes import blocks_again, stage_parameters
+from picotron_ray.planner.model_sizes import Trained, blocks_again, stage_parameters, trained_of_rank
 
 
 class MemoryCause(NamedTuple):
@@ -39,18 +39,19 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
         stage_parameters(job.model, layout.cut, stage, layout.tp, layout.ep)
         for stage in layout.rank_stages(stage_rank)
     )
-    # weights and gradients are of one size; what is kept is the weights and all moments
-    mine = _held_here(found.kept_bytes, found.state_bytes + found.host_state_bytes, job)
-    parameters = f"{mine / size:,.0f} parameters"
-    if layout.zero:
-        parameters += f" ({held:,.0f} over {layout.shards} shards)"
-    optimizer = found.state_bytes - 2 * mine
+    # gradients are of the size of what is trained; what is kept is the weights and all moments
+    trained = trained_of_rank(job.model, layout, stage_rank)
+    mine = _gradients(found.kept_bytes, found.state_bytes + found.host_state_bytes, job, trained)
+    weights = mine * (1 + trained.added) / trained.share if trained.share else found.kept_bytes
+    shards = f" ({held:,.0f} over {layout.shards} shards)" if layout.zero else ""
+    parameters = f"{mine / size:,.0f} parameters{shards}"
+    optimizer = found.state_bytes - mine - weights
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     updating = found.update_bytes > found.gathered_bytes + found.activation_bytes
     activations = 0.0 if updating else found.activation_bytes
     buffers = found.update_bytes if updating else found.gathered_bytes
     return [
-        MemoryCause("weights", mine, f"{parameters} x {size} bytes"),
+        MemoryCause("weights", weights, f"{weights / size:,.0f} parameters{shards} x {size} bytes"),
         MemoryCause("gradients", mine, f"{parameters} x {size} bytes"),
         MemoryCause("optimizer", optimizer, _optimizer(job, parameters, size, found.host_state_bytes)),
         MemoryCause(
@@ -69,10 +70,12 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
     ]
 
 
-def _held_here(kept: float, state: float, job: JobConfig) -> float:
-    """Bytes of the weights: with the gradients they are what is in ``state`` and not in ``kept``."""
-    staged = state - kept
-    return staged if not job.optimizer.offload else kept / (1 + MOMENTS[job.optimizer.name] + averages(job))
+def _gradients(kept: float, state: float, job: JobConfig, trained: Trained) -> float:
+    """Bytes of the gradients: what is in ``state`` and not in ``kept``."""
+    if not job.optimizer.offload:
+        return state - kept
+    per_trained = MOMENTS[job.optimizer.name] + averages(job)
+    return kept * trained.share / (1 + trained.added + per_trained * trained.share)
 
 
 def _optimizer(job: JobConfig, parameters: str, size: int, host: float) -> str:

@@ -7,9 +7,11 @@ parameter; for a model of your own they come from the table that launch made fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
@@ -17,7 +19,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, recomputed
-from picotron_ray.models.families.registry import family_of
+from picotron_ray.models.families.registry import family_of, finetuned_table, is_adapter
 from picotron_ray.models.sizes import ModelSizes
 from picotron_ray.planner.stage_partition import Bounds, cut_at, partition
 
@@ -163,6 +165,64 @@ def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: 
     return whole + (total - whole) / tp + _uneven(sizes, stages, stage, tp)
 
 
+class Trained(NamedTuple):
+    """Trained parameters of a pipeline stage, as shares of its parameters without adapters.
+
+    Fields:
+        share: of elements that are trained, adapters among them.
+        added: of elements of adapters.
+    """
+
+    share: float
+    added: float
+
+
+EVERYTHING = Trained(1.0, 0.0)
+
+
+@remember_latest
+def trained_of_stage(model: ModelConfig, cut: Cut, stage: int) -> Trained:
+    """Shares that ``model.freeze`` and ``model.lora`` leave to be trained of one pipeline stage."""
+    if not (model.freeze or model.lora.rank):
+        return EVERYTHING
+    first, last = stage_bounds(model, cut)[stage]
+    final = stage == stage_count(cut) - 1
+    base = trained = added = 0
+    for part, layer, count, moves, adapter in _finetuned(model):
+        here = {"embed": stage == 0, "head": final, "block": first <= (layer or 0) < last}[part]
+        if here or (part == "embed" and final and model.tie_embeddings):  # the head's copy
+            base, added = base + (not adapter) * count, added + adapter * count
+            trained += moves * count
+    return Trained(trained / base, added / base) if base else EVERYTHING
+
+
+def trained_of_rank(model: ModelConfig, layout: Layout, rank: int) -> Trained:
+    """As `trained_of_stage`, the mean over the stages of a pipeline rank."""
+    kinds = [trained_of_stage(model, layout.cut, stage) for stage in layout.rank_stages(rank)]
+    return Trained(*(sum(numbers) / len(kinds) for numbers in zip(*kinds, strict=True)))
+
+
+def trained_elements(model: ModelConfig) -> int:
+    """Elements of all parameters that are trained, adapters among them."""
+    if not (model.freeze or model.lora.rank):
+        return parameter_count(model)
+    return sum(count for _, _, count, moves, _ in _finetuned(model) if moves)
+
+
+def _finetuned(model: ModelConfig) -> Iterator[tuple[str, int | None, int, bool, bool]]:
+    """Part, layer and elements of each parameter, and whether it is trained, and an adapter's."""
+    built = model.built
+    if model.builder is None:
+        for spec in finetuned_table(model):
+            if spec.trained or spec.frozen:
+                yield spec.part, spec.layer, spec.numel, spec.trained, is_adapter(spec.name)
+    elif built is not None:
+        for name, shape in built.parameters:
+            part, layer = built.part_of(name)
+            still = any(fnmatchcase(name, pattern) for pattern in model.freeze)
+            yield part, layer, math.prod(shape), not still, False
+
+
 def tied_copy(model: ModelConfig, layout: Layout) -> float:
     """Parameters of the head's copy of a tied embedding that one rank holds without ZeRO."""
     sizes = sizes_of(model)
@@ -196,11 +256,23 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     query heads, s sequence length (PaLM, Chowdhery et al. 2022, appendix B; picotron's MFU formula). The
     attention term counts the full s x s square: a causal kernel does half of it, so multiply that term by 0.5
     for the operations really done. Document masks do not change the count either: kernels that take a mask
-    compute what it hides all the same.
+    compute what it hides all the same. A frozen parameter has no gradient, which is a third of its 6; those
+    of adapters count with the others.
     """
     sizes = sizes_of(model)
     attention = 12 * sizes.layers * sizes.scores * sequence_length
-    return float(6 * active_parameters(model) + attention)
+    return float(6 * active_parameters(model) + attention) - _saved_flops(model)
+
+
+def _saved_flops(model: ModelConfig) -> float:
+    """FLOPs per token that frozen parameters save, less those of adapters."""
+    if not (model.freeze or model.lora.rank):
+        return 0.0
+    total = parameter_count(model)
+    passed = active_parameters(model) / total  # of a mixture, all parameters alike
+    added = sum(count for *_, count, _, adapter in _finetuned(model) if adapter)
+    still = total + added - trained_elements(model)
+    return 2.0 * still * passed - 6.0 * added
 
 
 def stage_flops_per_token(

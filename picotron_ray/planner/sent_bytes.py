@@ -11,7 +11,13 @@ from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.kept_activations import STATE_BYTES, casts
-from picotron_ray.planner.model_sizes import blocks_again, sizes_of, stage_mixtures, stage_parameters
+from picotron_ray.planner.model_sizes import (
+    blocks_again,
+    sizes_of,
+    stage_mixtures,
+    stage_parameters,
+    trained_of_stage,
+)
 
 AXES = ("tp", "pp", "replicas")
 """Axes that are told apart; data, context and expert parallelism share the replicas."""
@@ -100,17 +106,24 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
     depth = sum(stage_mixtures(job.model, layout.cut, stage) for stage in stages)
     experts = depth * (sizes.experts // layout.ep) / layout.tp
     copies = layout.replicas // layout.shards
-    times = 0
+    kinds = [trained_of_stage(job.model, layout.cut, stage) for stage in stages]
+    share = sum(kind.share for kind in kinds) / len(kinds)
+    times = 0.0
     if layout.zero:
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
-        times = gathers + (1 if layout.zero == 1 or layout.pp > 1 else micro_batches)
+        times = gathers + share * (1 if layout.zero == 1 or layout.pp > 1 else micro_batches)
     of_experts = layout.expert_shards if layout.zero else 1
     shared = layout.replicas // layout.ep // of_experts
     return wide * (
-        _moved(whole - experts, layout.shards, times, copies) + _moved(experts, of_experts, times, shared)
+        _moved(whole - experts, layout.shards, times, copies, share)
+        + _moved(experts, of_experts, times, shared, share)
     )
 
 
-def _moved(values: float, shards: int, times: int, copies: int) -> float:
-    """Values sent: each gather or scatter over the shards, and one all-reduce of a shard over the copies."""
-    return values * (times * (shards - 1) / shards + 2 * (copies - 1) / copies / shards)
+def _moved(values: float, shards: int, times: float, copies: int, share: float) -> float:
+    """Values sent: each gather or scatter over the shards, and one all-reduce of a shard over the copies.
+
+    Args:
+        share: of the values that are trained, whose gradients alone are summed.
+    """
+    return values * (times * (shards - 1) / shards + share * 2 * (copies - 1) / copies / shards)

@@ -75,6 +75,8 @@ def build_stages(
         closed = norm_kernel(job, device.type) == "closed-form"
         norms = definition.close_norms(model) if closed else 0
         of_a_stage = (f"{norms} norms with gradients in closed form",) if norms else ()
+        still = definition.freeze(model)
+        of_a_stage += (f"{still} parameters frozen",) if still else ()
         plan = _stage_plan(job, definition, model, device, layout, stage, switches)
         of_a_stage += parallelize(model, mesh, plan)
         definition.materialise(model, device)
@@ -112,7 +114,7 @@ def _stage_plan(
         attention,
         mixtures=definition.mixtures,
         positions=definition.positions,
-        untrained=frozenset(spec.name for spec in definition.table if not spec.trained),
+        untrained=frozenset(spec.name for spec in definition.table if not spec.sharded),
         compiled=job.kernels.compile,
         one_graph=compiles_whole(job, device.type, layout),
         grouped=groups_experts(job, device.type, layout.tp),

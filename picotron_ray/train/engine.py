@@ -26,7 +26,7 @@ Optional parts stand behind one interface each, and are chosen when the engine i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -42,14 +42,14 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Shard
 from picotron_ray.models.build import definition_of
+from picotron_ray.models.finetune import is_adapter
 from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
 from picotron_ray.parallel.memory.pools import MemoryPools
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
-from picotron_ray.parallel.share_holders import ShareHolders
-from picotron_ray.planner.model_sizes import stage_bounds
+from picotron_ray.parallel.share_holders import holders_of
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.disturbance import add_disturbances
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
@@ -176,11 +176,11 @@ class Engine:
             do not own the loss (all but tp rank 0 of the last stage), so that a sum over all ranks is the
             batch's.
         """
-        scale = self._scaling.scale / batch.global_tokens
+        scale = self._scaling.scale / batch.loss_tokens
         self._mesh.begin_step()
         self._selection.begin(self.step + 1)
         self._gradients.clear(len(batch.tokens), self.step + 1, self._scaling.scale)
-        self._balance.begin(scale)
+        self._balance.begin(self._scaling.scale / batch.global_tokens)  # a router counts all tokens
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
         return total.double() if self._owns_loss else total.new_zeros((), dtype=torch.float64)
@@ -263,7 +263,7 @@ class Engine:
             for batch in batches:
                 for loss in self._passes.losses(batch):
                     total += loss
-                tokens_seen += int((batch.weights > 0).sum()) * (batch.tokens.shape[-1] - 1) // self.layout.cp
+                tokens_seen += batch.tokens_of(self.layout.cp, self._mesh.at.cp)
             self._weights_moved()
         return (float(total), tokens_seen) if self._owns_loss else (0.0, 0)
 
@@ -286,6 +286,11 @@ class Engine:
     def weights(self, averages: bool = False) -> list[StateTensor]:
         """List this rank's weights, with their moving averages if asked, without moments: live storage."""
         return self._state.weights(averages)
+
+    def imported(self, names: Collection[str]) -> list[StateTensor]:
+        """As `weights` with averages, without adapters that ``names`` (an import's) does not have."""
+        held = self.weights(averages=True)
+        return [one for one in held if one.shard.name in names or not is_adapter(one.shard.name)]
 
     def state(self) -> list[StateTensor]:
         """List weights and moments of this rank: live storage, the same for the engine's whole life."""
@@ -310,13 +315,7 @@ class Engine:
 
     def share_holders(self, wrote: Layout | None, wanted: Sequence[Shard]) -> frozenset[int]:
         """State groups of layout ``wrote`` that hold anything of what is ``wanted``; empty: not known."""
-        if wrote is None:
-            return frozenset()
-        try:
-            bounds = stage_bounds(self.job.model, wrote.cut)
-        except LayoutError:  # of another model
-            return frozenset()
-        return ShareHolders(self._table, wrote, bounds).groups(wanted)
+        return holders_of(self.job.model, self._table, wrote, wanted)
 
     def gradients(self) -> list[StateTensor]:
         """List the gradients as they are now: raw after `reduce`, clipped after `clip`."""

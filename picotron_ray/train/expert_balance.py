@@ -65,10 +65,10 @@ class ExpertBalance:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every bias against its expert's load."""
+        """Move every bias against its expert's load, but for frozen ones."""
         for number, (_, mixture) in enumerate(self._mixtures):
             router = mixture.router
-            if router.bias is not None:
+            if router.bias is not None and not router.held:
                 assert self.per_layer is not None, "a step is reduced before its update"
                 used = self.per_layer[number, :-1]
                 router.bias.add_(

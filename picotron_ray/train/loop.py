@@ -175,7 +175,7 @@ class Loop:
         agreement = exchange(self._contribution(step, batch, loss_sum, grad_norm), self.layout, self.device)
         self.clock.enter("other")
         page.communication(engine.choose_ways(agreement.costs))
-        loss = agreement.loss_sum / batch.global_tokens
+        loss = agreement.loss_sum / batch.loss_tokens
         self.check_peers()  # before anything is written by numbers that an abort may have left stale
         skipped = self.updates.judge(step, loss, agreement.grad_norm, agreement.finite)
         self.clock.enter("snapshot")
@@ -259,7 +259,7 @@ class Loop:
 
     def _record(self, step: int, batch: StepBatch, agreement: Agreement, rate: float, skipped: str) -> None:
         """Write the step's ledger line and heartbeat; loss and norm of the page are the last update's."""
-        loss = agreement.loss_sum / batch.global_tokens
+        loss = agreement.loss_sum / batch.loss_tokens
         global_batch = self.job.data.global_batch
         line: dict[str, Any] = {
             "step": step,
@@ -313,7 +313,7 @@ class Loop:
             self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
         loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged)
         agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
-        total = sum(batch.global_tokens for batch in self.eval_batches)
+        total = sum(batch.loss_tokens for batch in self.eval_batches)
         loss = agreement.loss_sum / total
         self.page.put(eval_loss=loss, eval_step=step)
         return loss

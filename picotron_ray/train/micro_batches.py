@@ -16,6 +16,8 @@ from picotron_ray.train.precision.precision import master_dtype
 
 MicroBatch = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 """Inputs, targets, weights of rows, and the other arguments of ``forward`` by name."""
+UNCOUNTED = -1
+"""A target whose loss does not count."""
 
 
 class MicroBatcher:
@@ -46,13 +48,16 @@ class MicroBatcher:
         tokens = torch.from_numpy(batch.tokens).to(self._device, non_blocking=True)
         weights = torch.from_numpy(batch.weights).to(self._device, self._dtype, non_blocking=True)
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        if batch.counted is not None:
+            counted = torch.from_numpy(batch.counted).to(self._device, non_blocking=True)
+            targets = torch.where(counted, targets, UNCOUNTED)
         named = {"weights": weights} if self._weighted else {}
         if self._document_end is not None:
             named["documents"] = document_numbers(inputs, self._document_end)
         if self._kept is not None:
             inputs, targets = inputs[..., self._kept], targets[..., self._kept]
         if self._with_targets:
-            named["targets"] = targets
+            named["targets"] = targets if batch.counted is None else targets.clamp(min=0)
         return inputs, targets, weights, named
 
     def micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:

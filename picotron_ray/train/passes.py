@@ -206,16 +206,23 @@ def loss_function(job: JobConfig, mesh: Mesh, definition: ModelDefinition) -> Lo
     A loss of the user's own sees whole rows of logits over the whole vocabulary: the config refuses it where
     they are cut.
     """
+
+    def counted(losses: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        if job.data.loss_mask:
+            losses = losses * (targets >= 0)
+        return weighted_sum(losses, weights)
+
     if job.kernels.loss == "linear":
-        return lambda losses, targets, weights: weighted_sum(losses, weights)
+        return counted
     if job.model.loss is not None:
         own = import_object("model.loss", job.model.loss)
-        return lambda logits, targets, weights: weighted_sum(own(at_least_fp32(logits), targets), weights)
+        return lambda logits, targets, weights: counted(own(at_least_fp32(logits), targets), targets, weights)
     group = mesh.group("tp") if definition.sequence_parallel else None
     first, _ = chunk(job.model.vocab_size, mesh.layout.tp, mesh.at.tp)
 
     def of_logits(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return weighted_sum(token_losses(logits, targets, group, first), weights)
+        known = targets.clamp(min=0) if job.data.loss_mask else targets
+        return counted(token_losses(logits, known, group, first), targets, weights)
 
     return of_logits
 

@@ -301,7 +301,8 @@ class Snapshotter:
         began = time.monotonic()
         self._check(header, tensors)
         shards = tuple(tensor.shard for tensor in tensors)
-        slot.write(header, shards, buffers(tensors), pinned=pinned, on_phase=self._on_phase)
+        bodies = buffers(tensors, moving=slot.holds(header, shards))
+        slot.write(header, shards, bodies, pinned=pinned, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step

@@ -46,7 +46,7 @@ class TrainingState:
 
     def weights(self, averages: bool = False) -> list[StateTensor]:
         """List the weights, if asked with their moving averages, without moments."""
-        found = [_shard(p.spec.name, p, p.local) for p in self._parameters]
+        found = [_shard(p.spec.name, p, p.local, still=p.spec.frozen) for p in self._parameters]
         return [*found, *self._moment_shards((WEIGHT_AVERAGE,))] if averages else found
 
     def tensors(self) -> list[StateTensor]:
@@ -117,6 +117,9 @@ class TrainingState:
         self._scaling.initialise()
 
 
-def _shard(name: str, parameter: LocalParameter, tensor: Tensor | Encoded) -> StateTensor:
+def _shard(
+    name: str, parameter: LocalParameter, tensor: Tensor | Encoded, *, still: bool = False
+) -> StateTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StateTensor(Shard(name, dtype, parameter.spec.shape, parameter.box), tensor, parameter.primary)
+    shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
+    return StateTensor(shard, tensor, parameter.primary, still)

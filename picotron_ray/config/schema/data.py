@@ -51,6 +51,11 @@ class DataConfig(Section):
         ge=0,
         description="memmap: the id that ends a document, for document_masks; other sources write their own",
     )
+    loss_mask: bool = Field(
+        default=False,
+        description="memmap: beside each token file lies a file .mask, a byte per token: 1 where it counts as"
+        " a target, 0 where it does not (prompts); the loss is the mean over those that count",
+    )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
 
     @property

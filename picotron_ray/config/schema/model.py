@@ -167,6 +167,31 @@ def rotary_width(head: int, part: float) -> int:
     return int(head * part)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters that are trained in place of the model's own parameters (Hu et al. 2021).
+
+    Example::
+
+        model:
+          lora:
+            rank: 8
+            alpha: 16
+            targets: ["*.attention.w[qkvo]"]
+    """
+
+    rank: int = Field(default=0, ge=0, description="rows of each adapter's A; 0: no adapters")
+    alpha: float = Field(default=16.0, gt=0, description="what an adapter gives is times alpha / rank")
+    targets: tuple[str, ...] = Field(
+        default=("*.attention.wq", "*.attention.wv"),
+        min_length=1,
+        description="patterns of the linear layers of blocks that get adapters; * stands for anything, dots"
+        " included",
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="must be 0: a step repeats bit by bit, so nothing is dropped"
+    )
+
+
 class ModelConfig(Section):
     """Model: a built-in family (a Llama-style decoder by default), or a model of your own.
 
@@ -252,11 +277,19 @@ class ModelConfig(Section):
     mla: LatentConfig = Field(
         default_factory=LatentConfig, description="deepseek: attention by latent vectors"
     )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of parameters that are not trained (embed.*, layers.[0-3].*); * stands for"
+        " anything, dots included",
+    )
+    lora: LoraConfig = Field(
+        default_factory=LoraConfig, description="train low-rank adapters, and freeze all else"
+    )
     builder: str | None = Field(
         default=None,
         pattern=IMPORT_PATH,
         description="a model of your own: import path package.module:function of what builds it; of the keys"
-        " above only vocab_size applies then",
+        " above only vocab_size and freeze apply then",
     )
     loss: str | None = Field(
         default=None,

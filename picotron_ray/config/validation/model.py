@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.model import ModelConfig, MoeConfig, RopeScaling, RopeType, rotary_width
-from picotron_ray.models.families.registry import family_of
+from picotron_ray.config.schema.model import (
+    LoraConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeScaling,
+    RopeType,
+    rotary_width,
+)
+from picotron_ray.models.families.registry import family_of, freeze_mistakes, target_mistakes
 
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
@@ -18,10 +25,11 @@ def _builder(job: JobConfig) -> Iterator[Problem]:
     """Keys that do not go with `model.builder`, or not without it."""
     model, plain = job.model, ModelConfig()
     own = ("loss", "arguments", "plan", "built")
-    skipped = {"vocab_size", "builder", *own} if model.builder else set(ModelConfig.model_fields) - set(own)
+    common = {"vocab_size", "freeze", "builder", *own}
+    skipped = common if model.builder else set(ModelConfig.model_fields) - set(own)
     for key in ModelConfig.model_fields:
         if key not in skipped and getattr(model, key) != getattr(plain, key):
-            text = "a value with model.builder, which takes only vocab_size, loss, arguments and plan"
+            text = "a value with model.builder, which takes only vocab_size, freeze, loss, arguments and plan"
             yield Problem(
                 f"model.{key}",
                 f"saw {text if model.builder else 'a value without model.builder'}; drop it",
@@ -169,6 +177,28 @@ def _groups(moe: MoeConfig) -> Iterator[Problem]:
         yield Problem("model.moe.group_score", text, (key, "model.moe.experts"))
 
 
+def _finetuning(job: JobConfig) -> Iterator[Problem]:
+    model, lora, plain = job.model, job.model.lora, LoraConfig()
+    shape = tuple(f"model.{key}" for key in ModelConfig.model_fields if key not in ("freeze", "lora"))
+    yield from (Problem("model.freeze", text, (*shape, "model.lora")) for text in freeze_mistakes(model))
+    if model.builder is not None:
+        return
+    if not lora.rank:
+        for key in LoraConfig.model_fields:
+            if getattr(lora, key) != getattr(plain, key):
+                text = "saw a value with model.lora.rank=0, no adapters; say a rank, or drop it"
+                yield Problem(f"model.lora.{key}", text, ("model.lora.rank",))
+        return
+    if lora.dropout:
+        text = f"saw {lora.dropout:g}, expected 0: a step must repeat bit by bit; drop it"
+        yield Problem("model.lora.dropout", text, ("model.lora.rank",))
+    for text in target_mistakes(model):
+        yield Problem("model.lora.targets", text, (*shape, "model.lora.rank"))
+    if job.precision == "fp8":
+        text = f"saw {lora.rank} with precision=fp8, whose layers have no adapters; use bf16, or drop it"
+        yield Problem("model.lora.rank", text, ("precision",))
+
+
 def _data(job: JobConfig) -> Iterator[Problem]:
     data, vocabulary = job.data, job.model.vocab_size
     if data.source == "stdlib" and data.path is not None:
@@ -196,6 +226,9 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
     if data.document_masks and job.model.builder is not None:
         text = "saw true; a model of your own attends as it was built: leave it out"
         yield Problem("data.document_masks", text, ("model.builder",))
+    if data.loss_mask and data.source != "memmap":
+        text = f"saw true with data.source={data.source}, which has no masks; use memmap, or drop it"
+        yield Problem("data.loss_mask", text, ("data.source",))
     if data.source != "memmap":
         if end is not None:
             text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
@@ -215,6 +248,7 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _rope,
     _family,
     _moe,
+    _finetuning,
     _data,
     _documents,
 )

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from picotron_ray.models.layers.lora import LoraLinear
+
 Products = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
 """(x ``[..., in]``, weights ``[out, in]``, a bias ``[out]`` or None for each) → ``[..., out]`` of each."""
 
@@ -119,13 +121,29 @@ class FusedLinear:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """``[..., in]`` → what each layer gives, ``[..., out]``; of one product pieces."""
+        adapted = [layer for layer in self._layers if isinstance(layer, LoraLinear)]
+        weights, biases = self._multiplied()
+        downs = [layer.lora_a for layer in adapted]  # they read the input with the others
+        none = [down.new_zeros(len(down)) if biases[0] is not None else None for down in downs]
+        given = self.products(x, [*weights, *downs], [*biases, *none])
+        found = given[: len(weights)]
+        if self._as_one:
+            found = found[0].split([len(part) for part in self._parts("weight")], dim=-1)
+        if not adapted:
+            return tuple(found)
+        lows = dict(zip(adapted, given[len(weights) :], strict=True))
+        return tuple(
+            out + layer.raised(lows[layer]) if isinstance(layer, LoraLinear) else out
+            for layer, out in zip(self._layers, found, strict=True)
+        )
+
+    def _multiplied(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights, and a bias or None for each: one pair where the layers are one product."""
         if not self._as_one:
-            weights, biases = zip(*((layer.weight, layer.bias) for layer in self._layers), strict=True)
-            return tuple(self.products(x, weights, biases))
+            return [layer.weight for layer in self._layers], [layer.bias for layer in self._layers]
         weight = self._joined("weight")
         assert weight is not None
-        (out,) = self.products(x, [weight], [self._joined("bias")])
-        return out.split([len(part) for part in self._parts("weight")], dim=-1)
+        return [weight], [self._joined("bias")]
 
 
 def lay_together(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ not start equal. Numbers are fp32 and cast afterwards, so fp64 and bf16 runs sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ PIECE = 1 << 16  # numbers made at once: they stay in the processor's second cac
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 # Chebyshev interpolants on [1, 2) around 1.5, and of x squared on [0, 1/4]; their errors: 4e-8, 2e-8, 5e-8.
 _LOG = (
@@ -54,7 +55,13 @@ _COSINE_PI = (0.999999953027512, -4.934792802489427, 4.058410790762133, -1.33187
 
 
 def initial_value(
-    name: str, shape: tuple[int, ...], seed: int, *, init_std: float | None, box: Box | None = None
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+    *,
+    init_std: float | None,
+    init_bound: float | None = None,
+    box: Box | None = None,
 ) -> torch.Tensor:
     """Return a box of the initial value (fp32, CPU) of one canonical parameter.
 
@@ -65,18 +72,20 @@ def initial_value(
         shape: full shape of the uncut parameter.
         seed: ``job.seed``.
         init_std: ``ParameterSpec.init_std``: standard deviation, or None for all ones.
+        init_bound: ``ParameterSpec.init_bound``: half the width of a uniform value around zero, or None.
         box: which part of it; None: all.
     """
     box = box or whole(shape)
-    if init_std is None:
+    draw, spread = (normal, init_std) if init_bound is None else (uniform, init_bound)
+    if spread is None:
         return torch.ones(box.size, dtype=torch.float32)
     result = np.empty(box.size, np.float32)
     rows, columns = _rows_and_columns(shape, box)
     if result.size:
         key = xxhash.xxh3_128_intdigest(f"{seed}/{name}".encode())
         flat, done = result.reshape(len(rows), columns[1]), 0
-        for piece in _pieces(key, rows, columns, shape[-1] if shape else 1):
-            np.multiply(piece, np.float32(init_std), out=flat[done : done + len(piece)])
+        for piece in _pieces(key, rows, columns, shape[-1] if shape else 1, draw):
+            np.multiply(piece, np.float32(spread), out=flat[done : done + len(piece)])
             done += len(piece)
     return torch.from_numpy(result)
 
@@ -89,8 +98,10 @@ def _rows_and_columns(shape: tuple[int, ...], box: Box) -> tuple[Rows, tuple[int
     return rows, (box.offset[-1], box.size[-1]) if shape else (0, 1)
 
 
-def _pieces(key: int, rows: Rows, columns: tuple[int, int], length: int) -> Iterator[Floats]:
-    """Normal numbers of a few rows at a time, [rows, columns]."""
+def _pieces(
+    key: int, rows: Rows, columns: tuple[int, int], length: int, draw: Callable[[Words], Floats]
+) -> Iterator[Floats]:
+    """Numbers that ``draw`` makes of words, a few rows at a time, [rows, columns]."""
     low, width = columns
     first, end = low // PER_COUNTER, -(-(low + width) // PER_COUNTER)
     a_row = -(-length // PER_COUNTER)
@@ -104,7 +115,7 @@ def _pieces(key: int, rows: Rows, columns: tuple[int, int], length: int) -> Iter
             at = start + count
         drawn = np.concatenate(words) if len(words) > 1 else words[0]
         lead = low - first * PER_COUNTER
-        yield normal(drawn).reshape(-1, (end - first) * PER_COUNTER)[:, lead : lead + width]
+        yield draw(drawn).reshape(-1, (end - first) * PER_COUNTER)[:, lead : lead + width]
 
 
 def _runs(rows: Rows, first: int, width: int, a_row: int) -> Iterator[tuple[int, int]]:
@@ -116,7 +127,14 @@ def _runs(rows: Rows, first: int, width: int, a_row: int) -> Iterator[tuple[int,
         yield row * a_row + first, width
 
 
-def normal(words: npt.NDArray[np.uint64]) -> Floats:
+def uniform(words: Words) -> Floats:
+    """Return two numbers between -1 and 1 for each word of 64 bits: odd multiples of 2^-23, all as likely."""
+    halves = words.astype("<u8", copy=False).view("<u4")
+    odd = (halves >> 9).astype(np.int32) * np.int32(2) + np.int32(1 - (1 << 23))
+    return odd.astype(np.float32) * np.float32(2.0**-23)
+
+
+def normal(words: Words) -> Floats:
     """Return two standard normal numbers for each word of 64 bits, in order: its low half says how far from
     zero the pair of them is, its high half in which direction."""
     halves = words.astype("<u8", copy=False).view("<u4").reshape(-1, 2)

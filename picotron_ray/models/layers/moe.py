@@ -147,6 +147,7 @@ class Router(nn.Module):
 
     Fields:
         bias: ``[experts]`` added to the scores for the choice alone (``balance: bias``), else None.
+        held: whether the bias stays as it is (``model.freeze``).
         spread: what other ranks hold of the same rows.
         shares: ranks that compute the same tokens (tensor parallelism): auxiliary losses count once.
         counting: whether a forward pass counts into ``load``; not when activations are computed again.
@@ -163,6 +164,7 @@ class Router(nn.Module):
             if config.balance == "bias"
             else None
         )
+        self.held = False
         self.spread: Spread = Here()
         self.shares = 1
         self.counting = True

@@ -183,5 +183,6 @@ def apply_expert_parallel(
             experts, *rest = whole.shape
             if experts % ep.size():
                 raise LayoutError(f"layout.ep: saw {ep.size()}, which does not divide {experts} experts")
-            part = nn.Parameter(whole.new_empty((experts // ep.size(), *rest)))
+            empty = whole.new_empty((experts // ep.size(), *rest))
+            part = nn.Parameter(empty, requires_grad=whole.requires_grad)
             setattr(mixture.experts, name, part)

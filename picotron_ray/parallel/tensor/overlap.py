@@ -79,7 +79,11 @@ class _GatherProducts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         finish, whole = ctx.overlap.scatter(gradients, weights, x)
-        of_weights = [_tokens(gradient).t() @ _tokens(whole) for gradient in gradients]
+        asked = ctx.needs_input_grad[3 : 3 + len(weights)]  # not for frozen ones
+        of_weights = [
+            _tokens(gradient).t() @ _tokens(whole) if needed else None
+            for gradient, needed in zip(gradients, asked, strict=True)
+        ]
         of_biases = [_tokens(gradient).sum(0) for gradient in gradients] if ctx.biased else []
         return None, None, finish(), *of_weights, *of_biases
 
@@ -95,10 +99,11 @@ class _ProductScatter(torch.autograd.Function):
         return finish()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        (of_x,), whole = ctx.overlap.gather(gradients[0], [weight], keep=True)
-        return None, of_x, _tokens(whole).t() @ _tokens(x)
+        asked = ctx.needs_input_grad[2]  # not for a frozen one
+        (of_x,), whole = ctx.overlap.gather(gradients[0], [weight], keep=asked)
+        return None, of_x, _tokens(whole).t() @ _tokens(x) if whole is not None else None
 
 
 def _as_computed(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:

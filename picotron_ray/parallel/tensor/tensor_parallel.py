@@ -139,7 +139,8 @@ class TensorParallel:
                 f"layout.tp: {shape[dim]} rows or columns of a weight do not divide by {self.parts}"
             )
         _, shape[dim] = chunk(shape[dim], self.parts, self.index)
-        setattr(module, name, nn.Parameter(whole.new_empty(shape)))
+        part = nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad)
+        setattr(module, name, part)
 
     def sequence(self, module: Any) -> None:
         """Leave a norm as it is; its gradient is partial (`local_shards.local_gradient`)."""
@@ -170,14 +171,19 @@ class TensorParallel:
         )
 
     def colwise(self, module: Any) -> None:
-        """Cut the outputs."""
+        """Cut the outputs; of an adapter what it raises to them, while its first half is whole."""
         self._cut(module, 0)
         if module.bias is not None:
             self._cut(module, 0, "bias")
+        if hasattr(module, "lora_b"):
+            self._cut(module, 0, "lora_b")
 
     def rowwise(self, module: Any) -> None:
-        """Cut the inputs; each rank adds the bias to the sums of its own tokens."""
-        self._cut(module, 1)
+        """Cut the inputs; each rank adds the bias to the sums of its own tokens.
+
+        An adapter's first half is cut too. Its second one is linear, and each rank applies it to its part.
+        """
+        self._cut_inputs(module)
         product = getattr(module, "product", None) or (lambda x: F.linear(x, module.weight))
         overlap = self.overlap
         self.overlapped += overlap is not None
@@ -187,6 +193,9 @@ class TensorParallel:
                 total = _ReduceScatter.apply(product(x), self.group)
             else:
                 total = overlap.scattered(x, module.weight)
+                if hasattr(module, "lora_a"):  # a narrow sum, which nothing would hide
+                    low = _ReduceScatter.apply(F.linear(x, module.lora_a), self.group)
+                    total = total + module.raised(low)
             return total if module.bias is None else total + module.bias.to(total.dtype)
 
         module.forward = forward
@@ -203,7 +212,12 @@ class TensorParallel:
 
     def inner(self, module: Any) -> None:
         """Cut the inputs of a module whose sum another one takes."""
+        self._cut_inputs(module)
+
+    def _cut_inputs(self, module: Any) -> None:
         self._cut(module, 1)
+        if hasattr(module, "lora_a"):
+            self._cut(module, 1, "lora_a")
 
     def vocab_head(self, module: Any) -> None:
         """Cut the head over the vocabulary; the gradient and the logits follow."""

@@ -22,6 +22,8 @@ from picotron_ray.runtime.run_storage.hf_files import json_object
 
 FILE_BYTES = 1 << 30  # most; tokenizers have tens of MiB
 PREFIX = "imported/"
+IMPORTED = "Hugging Face checkpoint "
+"""What an origin begins with; its folder follows."""
 RECORD = f"{PREFIX}record.json"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """Files that are a tokenizer; where there is none of them, a checkpoint came without."""

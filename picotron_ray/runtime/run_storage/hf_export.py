@@ -10,31 +10,41 @@ from typing import Any
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, get_or_none
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
-from picotron_ray.checkpoint.store.import_commit import find
+from picotron_ray.checkpoint.store.import_commit import find, weights_only
 from picotron_ray.checkpoint.store.manifest import Manifest
 from picotron_ray.config.resume import changes, show, verdict
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
 from picotron_ray.layout.shards import Shard
-from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.families.registry import finetuned_table, is_adapter
 from picotron_ray.models.huggingface import names as hf
 from picotron_ray.runtime.run_storage import hf_assets
+from picotron_ray.runtime.run_storage.hf_assets import IMPORTED
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
+from picotron_ray.runtime.run_storage.peft_export import layers_in_peft, merged, write_adapter
 
 AVERAGED = "ema/"
 """How the names of averaged weights begin (`checkpoint.torch_state`, which needs torch)."""
 
 
 def export_hf(
-    job: JobConfig, folder: Path, step: int | None, dtype: str, shard_bytes: int, weights: str = "trained"
+    job: JobConfig,
+    folder: Path,
+    step: int | None,
+    dtype: str,
+    shard_bytes: int,
+    weights: str = "trained",
+    *,
+    adapter: bool = False,
 ) -> dict[str, Any]:
-    """Write a commit as a checkpoint that transformers loads.
+    """Write a commit as a checkpoint that transformers loads, what LoRA trained added to the weights.
 
     Args:
         step: of the commit; None: the newest.
         dtype: ``float32`` or ``bfloat16``.
         shard_bytes: most tensor bytes per file (a larger tensor has a file of its own).
         weights: ``trained``, or ``ema``: their moving average (what no gradient moves has none).
+        adapter: write LoRA's matrices alone, as PEFT loads them.
 
     Raises:
         ConfigError: the folder is not empty, there is no such commit, it has no averages, or transformers has
@@ -42,6 +52,8 @@ def export_hf(
         CorruptError: the commit does not verify.
     """
     hf.architecture_of(job.model)
+    if adapter:
+        layers_in_peft(job)
     safetensors()
     _check_target(folder)
     storage = open_storage(job.storage, job.name)
@@ -52,6 +64,11 @@ def export_hf(
     _check_same_model(job, found.manifest, storage)
     stored = _stored(job, found.manifest, weights)
     kept = hf_assets.load(storage)
+    if adapter and _adapters(job, found.manifest).keys() != _adapter_names(job):
+        raise ConfigError(
+            f"--step: the commit of step {found.manifest.step} is what was imported, and has no adapters yet;"
+            " take a later one"
+        )
     data = job.data
     config = hf.hf_config(
         job.model, data.sequence_length, dtype, kept.config if kept else None, data.document_end
@@ -61,9 +78,12 @@ def export_hf(
     except OSError as error:
         raise ConfigError(f"--to: {folder} cannot be made: {error}; name another folder") from error
     try:
-        written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
-        hf_assets.write(folder, kept)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if adapter:
+            written = _write_adapter(job, folder, found.manifest, storage, dtype, kept)
+        else:
+            written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
+            hf_assets.write(folder, kept)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
         raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error
     return {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
@@ -99,7 +119,9 @@ def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> N
     if problems:
         raise ConfigError(*problems)
     stored = {name: parts[0].shard.global_shape for name, parts in manifest.tensors().items()}
-    for spec in parameter_table(job.model):
+    for spec in finetuned_table(job.model):
+        if weights_only(manifest) and is_adapter(spec.name) and spec.name not in stored:
+            continue  # an import: no step has been trained
         if stored.get(spec.name) != spec.shape:
             raise CorruptError(
                 f"{storage.where}: {spec.name}: saw shape {stored.get(spec.name)}, expected {spec.shape}, as"
@@ -109,9 +131,11 @@ def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> N
 
 def _stored(job: JobConfig, manifest: Manifest, weights: str) -> dict[str, str]:
     """By the name of a parameter, the stored tensor that is exported for it. Raises ConfigError."""
-    table = parameter_table(job.model)
+    table = finetuned_table(job.model)
     if weights == "trained":
         return {spec.name: spec.name for spec in table}
+    if any(is_adapter(spec.name) for spec in table):
+        raise ConfigError("--weights: saw ema with model.lora, whose averages are not merged; export trained")
     there = manifest.tensors()
     missing = [spec.name for spec in table if spec.trained and AVERAGED + spec.name not in there]
     if missing:
@@ -131,9 +155,14 @@ def _tensors(
     from picotron_ray.checkpoint.torch_state import uncut
 
     shards: dict[str, Shard] = {name: parts[0].shard for name, parts in manifest.tensors().items()}
+    adapters = _adapters(job, manifest)
     for held in hf.tensors(job.model, hf.architecture_of(job.model)):
         names = [stored[name] for name in held.ours]
         ours = uncut([shards[name] for name in names], CommitSource(storage, manifest))
+        stems = {name.removesuffix(".weight") for name in held.ours}
+        added = [shard for name, shard in adapters.items() if name.rpartition(".")[0] in stems]
+        if added:
+            ours = merged(job, ours, uncut(added, CommitSource(storage, manifest)))
         parts = [ours[name].to(getattr(torch, dtype)) for name in names]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         if held.rows is not None:
@@ -141,6 +170,36 @@ def _tensors(
         whole = whole.T if held.transposed else whole
         for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):
             yield name, part.contiguous()
+
+
+def _adapter_names(job: JobConfig) -> set[str]:
+    return {spec.name for spec in finetuned_table(job.model) if is_adapter(spec.name)}
+
+
+def _adapters(job: JobConfig, manifest: Manifest) -> dict[str, Shard]:
+    """One shard of every matrix of LoRA in a commit, by name."""
+    wanted = _adapter_names(job)
+    return {name: parts[0].shard for name, parts in manifest.tensors().items() if name in wanted}
+
+
+def _write_adapter(
+    job: JobConfig,
+    folder: Path,
+    manifest: Manifest,
+    storage: Storage,
+    dtype: str,
+    kept: hf_assets.HfAssets | None,
+) -> int:
+    """Write PEFT's files; returns how many hold tensors."""
+    import torch
+
+    from picotron_ray.checkpoint.torch_state import uncut
+
+    found = uncut(_adapters(job, manifest).values(), CommitSource(storage, manifest))
+    values = {name: tensor.to(getattr(torch, dtype)) for name, tensor in found.items()}
+    base = kept.origin.removeprefix(IMPORTED) if kept else None
+    write_adapter(job, folder, values, base, transposed=job.model.family == "gpt2")
+    return 1
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, Any]], shard_bytes: int) -> int:

@@ -108,7 +108,8 @@ def _their_shape(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int
 
 def _same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
     """Check that the job's model is the checkpoint's; keys that only concern training may differ."""
-    free = ("init_std", "moe.loss_coefficient", "moe.z_coefficient", "moe.capacity_factor", "plan", "built")
+    of_mixtures = ("moe.loss_coefficient", "moe.z_coefficient", "moe.capacity_factor")
+    free = ("init_std", *of_mixtures, "freeze", "lora", "plan", "built")
     mine, wanted = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
     idle = {"intermediate_size"} if ours.moe.experts and not ours.moe.first_dense_layers else set()
     problems = [
@@ -131,7 +132,7 @@ def import_hf(job: JobConfig, folder: Path) -> dict[str, Any]:
         raise ConfigError("precision: saw auto, which is settled by a run's workers; name it for an import")
     files, config = check_import(job, folder), read_config(folder)
     architecture = architecture_in(config)
-    text = f"Hugging Face checkpoint {folder.resolve()}"
+    text = f"{hf_assets.IMPORTED}{folder.resolve()}"
     kept = hf_assets.read(folder, text, config, job.model.vocab_size)
     note = hf_assets.source_note(job, kept)
     storage = open_storage(job.storage, job.name)

@@ -17,8 +17,9 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError, StorageError
 from picotron_ray.runtime.run_storage.hf_assets import load, source_note
 
-FREE = frozenset({"model.init_std"})
+FREE = frozenset({"model.init_std", "model.freeze"})
 """Keys of the model that a commit's weights do not depend on."""
+ADAPTERS = "model.lora."
 
 
 def open_origin(job: JobConfig) -> Storage:
@@ -112,7 +113,9 @@ def _refuse_other_model(job: JobConfig, theirs: dict[str, Any]) -> None:
         same = key == "precision" and compatible_precision(
             str(was), str(value), job.init_from.optimizer_state
         )
-        if needed and key not in FREE and was != value and not same:
+        free = key in FREE or (key.startswith(ADAPTERS) and not before.get(f"{ADAPTERS}rank"))
+        free &= not job.init_from.optimizer_state or key == "model.init_std"  # moments are of what trains
+        if needed and not free and was != value and not same:
             problems.append(
                 f"{key}: run {job.init_from.run!r} in init_from has {was!r}, saw {value!r}; make them equal"
             )

@@ -263,7 +263,7 @@ class GenerationRun:
             engine.initialise(
                 self._job.seed, self._resources.page.moved
             )  # moments of zero; the weights are overwritten
-        state = engine.weights(averages=True) if weights_only(manifest) else engine.state()
+        state = engine.imported(manifest.tensors()) if weights_only(manifest) else engine.state()
         try:
             restore(state, CommitSource(storage, manifest), self._resources.page.moved)
         except CorruptError as error:

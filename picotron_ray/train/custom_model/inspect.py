@@ -35,6 +35,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
+from picotron_ray.models.families.registry import freeze_mistakes
 from picotron_ray.train.custom_model.compile_check import check_compiles
 from picotron_ray.train.custom_model.loss_check import check_loss
 from picotron_ray.train.custom_model.plan_search import Trial, find_blocks, find_pipeline, find_tensor
@@ -81,6 +82,9 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
         no_tensor=tensor.why,
         no_pipeline=no_pipeline,
     )
+    wrong = [f"model.freeze: {text}" for text in freeze_mistakes(model.model_copy(update={"built": built}))]
+    if wrong:
+        raise ConfigError(*wrong)
     return built, [*_said(model, built), *of_loss]
 
 
@@ -125,7 +129,7 @@ def _check_parameters(module: nn.Module) -> None:
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             raise ConfigError(
-                f"{KEY}: {name} is frozen (requires_grad=False), which is not supported; unfreeze it"
+                f"{KEY}: {name} is frozen (requires_grad=False); unfreeze it, and name it in model.freeze"
             )
         if not parameter.is_floating_point():
             raise ConfigError(f"{KEY}: {name} is {parameter.dtype}, expected a floating-point parameter")

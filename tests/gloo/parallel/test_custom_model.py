@@ -100,6 +100,33 @@ def test_layout_equals_one_process(pool: Pool, name: str, layout: Layout, global
     assert (f"tensor parallel over {layout.tp}, {cut} modules" in said) == (layout.tp > 1)
 
 
+FROZEN = [
+    ("chain", ("0.*", "1.*", "2.mlp.*"), Layout(dp=2, pp=2, zero=3, micro_batch=2), 10),
+    ("encoder", ("embed.*", "*.linear1.weight"), Layout(dp=2, tp=2, zero=3, micro_batch=3), 12),
+    ("encoder", ("*.bias", "encoder.layers.0.*"), Layout(tp=2, micro_batch=6), 12),
+]
+
+
+@pytest.mark.parametrize(("name", "patterns", "layout", "global_batch"), thinned(FROZEN, (0, 1)))
+def test_frozen_parts_equal_one_process(
+    pool: Pool, name: str, patterns: tuple[str, ...], layout: Layout, global_batch: int
+) -> None:
+    config = built(name).model_copy(update={"freeze": patterns})
+    ranks = check(pool, layout, global_batch, config)
+    names_of_the_module(config, ranks)
+    moments = {part[0].partition("/")[2] for rank in ranks for part in rank.state if "/" in part[0]}
+    frozen = {spec.name for spec in definition_of(config, 0).table if spec.frozen}
+    assert frozen
+    assert not moments & frozen
+
+
+def test_freezing_nothing_or_all_of_an_own_model_is_refused() -> None:
+    for pattern, words in (("embd.*", "names no parameter; the nearest is embed"), ("*", "name all")):
+        asked = model("encoder").model_copy(update={"freeze": (pattern,)})
+        with pytest.raises(ConfigError, match=rf"^model\.freeze: .*{words}"):
+            inspect(make_job("sgd", 12, asked))
+
+
 def names_of_the_module(config: ModelConfig, ranks: list[Result]) -> None:
     """State is kept under the module's own names, uncut, with every box held by one state group."""
     whole = {

@@ -95,7 +95,7 @@ class Bench:
             adapt=lambda batches: self.policy,
             state=lambda: self.state,
             share_holders=lambda layout, wanted: (),
-            weights=lambda: "weights",
+            imported=lambda names: "weights" if names == {"w": 1} else names,
             initialise=partial(self.note, "initialise"),
             set_step=partial(self.note, "set step"),
             watch=lambda on_action: None,
@@ -404,7 +404,7 @@ class FakeRestore:
 def test_each_source_is_restored_in_its_own_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, manifest = (
         SimpleNamespace(ledger=['{"step": 4}'], extra={UPDATES: {"skipped": 2}}),
-        SimpleNamespace(extra={}),
+        SimpleNamespace(extra={}, tensors=lambda: {"w": 1}),
     )
     bench.set("CommitSource", lambda storage, manifest: (storage, manifest))
     for far in (False, True):  # where all read their own node's, nobody waits for anybody

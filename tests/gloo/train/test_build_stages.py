@@ -66,6 +66,7 @@ def test_every_stage_is_built_alike(
     definition: Any = SimpleNamespace(
         stage=stage,
         close_norms=lambda model: log.append("close_norms") or norms,
+        freeze=lambda model: 0,
         materialise=lambda model, device: log.append(("materialise", device)),
     )
     models, applied = build_stages(make_job("sgd", 4), mesh, definition, CPU)

@@ -15,10 +15,10 @@ LOAD = [4.0, 2.0, 0.0, 5.0]
 """Assignments of three experts, and those over capacity."""
 
 
-def mixture(*, biased: bool) -> Any:
+def mixture(*, biased: bool, held: bool = False) -> Any:
     bias = torch.zeros(3, dtype=torch.float64) if biased else None
     config = SimpleNamespace(bias_rate=0.25)
-    return SimpleNamespace(scale=0.0, router=SimpleNamespace(load="old", bias=bias, config=config))
+    return SimpleNamespace(scale=0.0, router=SimpleNamespace(load="old", bias=bias, config=config, held=held))
 
 
 def figures(balance: ExpertBalance) -> tuple[float, float]:
@@ -39,6 +39,16 @@ def test_biases_move_against_the_load() -> None:
         balance.step()
         assert first.router.bias.tolist() == moved
     assert second.router.bias is None
+
+
+def test_a_frozen_bias_stays() -> None:
+    one = mixture(biased=True, held=True)
+    balance = ExpertBalance([(0, one)], None)
+    one.router.load = torch.tensor(LOAD)
+    balance.reduce()
+    balance.step()
+    assert one.router.bias.tolist() == [0.0] * 3
+    assert balance.loads() == {0: ExpertLoad((2.0, 1.0, 0.0), 5)}
 
 
 def test_loads_are_those_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class Parts:
         self.sealed_step, self.computing_step = 1, 0
 
     def next(self) -> Any:
-        return SimpleNamespace(rows=(0, 4), digest=DIGEST, global_tokens=32)
+        return SimpleNamespace(rows=(0, 4), digest=DIGEST, global_tokens=32, loss_tokens=32)
 
     def gradients_of(self, batch: Any, on_phase: Callable[[str], None]) -> tuple[float, float]:
         on_phase("forward")
@@ -110,7 +110,7 @@ def job_of(steps: int, **intervals: Any) -> JobConfig:
 
 
 def loop(parts: Any, job: JobConfig, start: int) -> Loop:
-    held_out: Any = [SimpleNamespace(global_tokens=16), SimpleNamespace(global_tokens=4)]
+    held_out: Any = [SimpleNamespace(loss_tokens=16), SimpleNamespace(loss_tokens=4)]
     identity = {"term": 3, "n": 7}
     asked, tail = (parts, parts.requests, UpdatePolicy(job)), LedgerTail()
     tail.restore([OLD])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class Slot:
         self.began = threading.Event()
         self.written: list[tuple[SlotHeader, tuple[Shard, ...], bool, object]] = []
         self.error: Exception | None = None
+        self.known = False
+
+    def holds(self, header: SlotHeader, shards: Sequence[Shard]) -> bool:
+        return self.known
 
     def write(
         self,
@@ -49,7 +54,8 @@ class Slot:
         assert self.may_end.wait(10)
         if self.error:
             raise self.error
-        assert len(shards) == len(list(data))
+        self.data = list(data)
+        assert len(shards) == len(self.data)
         self.written.append((header, shards, pinned, on_phase))
 
 
@@ -167,6 +173,20 @@ def test_a_snapshot_holds_this_members_share(alone: Taker) -> None:
     assert taken.sealed_step == 9
     assert taken.skipped == 0
     assert alone.slots.asked == [FIRST_KEY]
+
+
+def test_what_is_still_is_copied_once_into_each_slot() -> None:
+    still = [replace(tensor, still=True) for tensor in STATE[:1]]
+    slots = Slots()
+    writer = SnapshotWriter.of((3, 7), 5, LAYOUT, ["n1", "n2"] * 4, 16)
+    taken = Snapshotter(slots, writer, [*still, *STATE[1:]], FIRST_KEY, lambda *said: None)  # type: ignore[arg-type]
+    for known in (False, True):
+        slots.slot.known = known
+        assert taken.begin(9 + known, [], pinned=False)
+        taken.wait_copied()
+        assert [buffer is None for buffer in slots.slot.data][:1] == [known]
+        assert all(buffer is not None for buffer in slots.slot.data[1:])
+    taken.close()
 
 
 def test_what_is_sealed_everywhere_may_be_written_over(alone: Taker) -> None:

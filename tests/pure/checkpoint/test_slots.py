@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -472,3 +472,30 @@ def test_a_state_that_is_known_to_be_sound_is_overwritten_last(tmp_path: Path) -
     next_one.set_pinned(True)
     assert pool.choose(key, kept=(HEADER.term, HEADER.n, 4)) is oldest, "rather than none at all"
     pool.close()
+
+
+def test_what_is_still_is_written_once_a_generation(slot: SlotFile) -> None:
+    """The slot keeps its bytes and their digest; another generation, or other shards, ask for all again."""
+    first, second = contents(0), contents(1)
+    assert not slot.holds(HEADER, SHARDS)
+    slot.write(HEADER, SHARDS, first)
+    later = replace(HEADER, step=18)
+    assert slot.holds(later, SHARDS)
+    slot.write(later, SHARDS, [None, *second[1:]])
+    assert verify(slot.path).header.step == 18
+    assert not slot.holds(replace(later, n=4), SHARDS)
+    assert not slot.holds(later, SHARDS[:2])
+    raw = slot.path.read_bytes()
+    assert first[0] in raw
+    assert second[1] in raw
+    assert first[2] not in raw
+
+    def torn() -> Iterator[bytes | None]:
+        yield None
+        raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        slot.write(later, SHARDS, torn())
+    assert not slot.holds(later, SHARDS), "nobody knows what lies there"
+    slot.write(later, SHARDS, second)
+    assert second[0] in slot.path.read_bytes()

@@ -213,10 +213,11 @@ def test_export_to_hugging_face(asked: Callable[[str, Any], Asked]) -> None:
     words = ("checkpoints", "export-hf", "tiny", "--to", "folder")
     assert out(*words) == "run tiny: step 5 is in folder, 2 files of tensors\n"
     assert json.loads(out(*words, "--json")) == done.gives
-    out(*words, "--step", "3", "--dtype", "bfloat16", "--shard-gib", "0.5", "--weights", "ema")
+    out(*words, "--step", "3", "--dtype", "bfloat16", "--shard-gib", "0.5", "--weights", "ema", "--adapter")
     asked_for = [(job, str(folder), *rest) for job, folder, *rest in done.calls]
-    assert asked_for[0] == asked_for[1] == (TINY, "folder", None, "float32", 4 * 2**30, "trained")
-    assert asked_for[2] == (TINY, "folder", 3, "bfloat16", 2**29, "ema")
+    plain = (TINY, "folder", None, "float32", 4 * 2**30, "trained", {"adapter": False})
+    assert asked_for[0] == asked_for[1] == plain
+    assert asked_for[2] == (TINY, "folder", 3, "bfloat16", 2**29, "ema", {"adapter": True})
     refused = CliRunner().invoke(cli.app, [*words, "--dtype", "float16"])
     assert (refused.exit_code, len(done.calls)) == (2, 3)
     assert refused.stderr == "error: --dtype: saw float16, expected float32 or bfloat16\n"

@@ -510,6 +510,72 @@ BAD: dict[str, tuple[str, str, str]] = {
         "model.moe.top_k",
         "saw 3, expected at most model.moe.experts=2",
     ),
+    "loss mask of bytes": (
+        "data: {loss_mask: true}",
+        "data.loss_mask",
+        "has no masks; use memmap, or drop it",
+    ),
+    "freeze that matches nothing": (
+        'model: {freeze: ["embedd.*"]}',
+        "model.freeze",
+        "saw 'embedd.*', which names no parameter; the nearest is embed.weight",
+    ),
+    "freeze that leaves nothing": (
+        'model: {freeze: ["*"]}',
+        "model.freeze",
+        "name all 39 trained parameters",
+    ),
+    "freeze of all adapters": (
+        'model: {lora: {rank: 4}, freeze: ["*.lora_?"]}',
+        "model.freeze",
+        "name all 16 trained parameters; leave some of them out",
+    ),
+    "adapters of a norm": (
+        'model: {lora: {rank: 4, targets: ["*.mlp_norm"]}}',
+        "model.lora.targets",
+        "names layers.0.mlp_norm, no linear layer of a block; the nearest is layers.0.mlp.down",
+    ),
+    "adapters of stacked experts": (
+        'model: {moe: {experts: 4}, lora: {rank: 4, targets: ["*.experts.*"]}}',
+        "model.lora.targets",
+        "names layers.0.mlp.experts.gate, no linear layer",
+    ),
+    "adapters of a router": (
+        'model: {moe: {experts: 4}, lora: {rank: 4, targets: ["*.router"]}}',
+        "model.lora.targets",
+        "names layers.0.mlp.router, no linear layer",
+    ),
+    "adapters of the head": (
+        "model: {lora: {rank: 4, targets: [head]}}",
+        "model.lora.targets",
+        "names head, no linear layer of a block",
+    ),
+    "adapters of a mistyped layer": (
+        'model: {lora: {rank: 4, targets: ["*.wqq"]}}',
+        "model.lora.targets",
+        "saw '*.wqq', which names no linear layer; the nearest is ",
+    ),
+    "adapters without a target": (
+        "model: {lora: {rank: 4, targets: []}}",
+        "model.lora.targets",
+        "saw a list of 0",
+    ),
+    "dropout of adapters": (
+        "model: {lora: {rank: 4, dropout: 0.1}}",
+        "model.lora.dropout",
+        "saw 0.1, expected 0",
+    ),
+    "keys of adapters without a rank": ("model: {lora: {alpha: 8}}", "model.lora.alpha", "say a rank"),
+    "adapters in fp8": (
+        "precision: fp8\nmodel: {lora: {rank: 4}}\ncluster: {device: cuda}",
+        "model.lora.rank",
+        "whose layers have no adapters",
+    ),
+    "adapters of a model of your own": (
+        'model: {builder: "m:f", lora: {rank: 4}}',
+        "model.lora",
+        "which takes only vocab_size, freeze, arguments and plan; drop it",
+    ),
     "keys of a mixture in a dense model": ("model: {moe: {top_k: 4}}", "model.moe.top_k", "experts=0"),
     "tp and the experts": (
         "model: {moe: {experts: 2, intermediate_size: 9}}\nlayout: {tp: 2}",

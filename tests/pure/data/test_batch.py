@@ -184,3 +184,23 @@ def test_close_releases_a_waiting_caller_and_leaves_no_thread() -> None:
     assert not waiting.is_alive()
     assert isinstance(seen[-1], RuntimeError)
     assert "loader" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_masks_are_those_of_the_targets_and_every_replica_knows_their_number() -> None:
+    mask = np.random.default_rng(5).integers(0, 2, len(DATA.tokens)).astype(np.uint8)
+    masked, layout = Dataset(DATA.tokens, SEQ, mask), Layout(dp=3, micro_batch=2)
+    parts = [make_batch(masked, 1, layout, index, 7, 2) for index in range(3)]
+    plain = [make_batch(DATA, 1, layout, index, 7, 2) for index in range(3)]
+    found = np.concatenate([part.counted[part.weights > 0] for part in parts if part.counted is not None])
+    samples = samples_between(1, 7, 14, DATA.samples)
+    expected = np.stack([mask[int(s) * SEQ + 1 : int(s) * SEQ + 1 + SEQ] for s in samples])
+    np.testing.assert_array_equal(found, expected.astype(bool))
+    assert {part.loss_tokens for part in parts} == {int(expected.sum())}
+    assert {part.loss_tokens for part in plain} == {7 * SEQ} == {part.global_tokens for part in parts}
+    assert [part.digest for part in parts] == [part.digest for part in plain]
+    assert all(not part.counted[part.weights == 0].any() for part in parts if part.counted is not None)
+    none = Dataset(DATA.tokens, SEQ, np.zeros_like(mask))
+    assert make_batch(none, 1, layout, 0, 7, 2).loss_tokens == 1, "nothing to divide by"
+    held = eval_batches(masked, layout, 1, 5, 7)
+    assert sum(part.loss_tokens for part in held) <= 5 * SEQ
+    assert all(part.counted is not None for part in held)

@@ -441,3 +441,30 @@ def test_bigram_entropy_is_the_loss_of_the_best_table(largest: int) -> None:
 def test_bigram_entropy_of_little() -> None:
     assert bigram_entropy(np.array([5], np.uint16)) == 0.0
     assert bigram_entropy(np.array([0, 1] * 50, np.uint16)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_memmap_masks(tmp_path: Path) -> None:
+    """A byte per token beside each file; what it says is part of the data's identity."""
+    file, mask = tmp_path / "t.bin", tmp_path / "t.mask"
+    np.arange(400, dtype="<u2").tofile(file)
+    given: dict[str, Any] = {"source": "memmap", "path": str(file)}
+    plain = build(tmp_path, 500, **given)
+    assert plain.train.mask is None
+    given["loss_mask"] = True
+    assert "t.mask is missing; expected it beside" in refused(tmp_path, vocabulary=500, **given)
+    for values, words in (
+        (np.ones(399, "u1"), "has 399 bytes, expected 400, one per token of"),
+        (np.full(400, 2, "u1"), "holds the byte 2, expected 1 for tokens that count"),
+        (np.zeros(400, "u1"), "holds nothing but zeros, expected 1"),
+    ):
+        values.tofile(mask)
+        assert words in refused(tmp_path, vocabulary=500, **given)
+    seen = set()
+    for low in (3, 5):
+        values = (np.arange(400) % 10 > low).astype("u1")
+        values.tofile(mask)
+        splits = build(tmp_path, 500, **given)
+        seen.add(splits.fingerprint)
+        both = [splits.train.mask, splits.held_out.mask]
+        np.testing.assert_array_equal(np.concatenate([part for part in both if part is not None]), values)
+    assert len(seen | {plain.fingerprint}) == 3

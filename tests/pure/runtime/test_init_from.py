@@ -174,6 +174,24 @@ def test_other_optimizers_and_bf16_take_the_weights(
     assert settled_start(job(precision="bf16"), new)[0] == 8
 
 
+def test_adapters_and_freezing_are_the_new_runs_own(
+    old: LocalStorage, memory_path: Path, job: MakeJob
+) -> None:
+    """Weights are taken into a run that freezes or adapts them; moments only where both train the same."""
+    new, lora = LocalStorage(str(memory_path), "new"), {"lora": {"rank": 4, "alpha": 8}}
+    assert settled_start(job(model={"freeze": ["embed.*"]}), new)[0] == 8
+    assert settled_start(job(model=lora), new)[0] == 8
+    with pytest.raises(ConfigError, match=r"model\.freeze: run 'old' in init_from has \[\], saw"):
+        settled_start(job(model={"freeze": ["embed.*"]}, optimizer_state=True), new)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank: run 'old' in init_from has 0, saw 4"):
+        settled_start(job(model=lora, optimizer_state=True), new)
+    adapted = public_dict(JobConfig.model_validate({"name": "old", "model": lora}))
+    old.put("run.json", json.dumps({"config": adapted}).encode())
+    assert settled_start(job(model=lora), new)[0] == 8
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank: run 'old' in init_from has 4, saw 0"):
+        settled_start(job(), new)
+
+
 def test_moments_are_not_taken_from_a_commit_without_them(
     old: LocalStorage, memory_path: Path, job: MakeJob
 ) -> None:

@@ -117,7 +117,7 @@ def test_parameters_that_cannot_be_trained(job_of: Any) -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     meta = nn.Parameter(torch.empty(2, device="meta"))
     for parameter, said in (
-        (frozen, "extra is frozen (requires_grad=False), which is not supported; unfreeze it"),
+        (frozen, "extra is frozen (requires_grad=False); unfreeze it, and name it in model.freeze"),
         (
             nn.Parameter(torch.ones(2, dtype=torch.complex64)),
             "extra is torch.complex64, expected a floating-point parameter",

@@ -87,6 +87,21 @@ def documents_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL)
     return make_job(optimizer, global_batch, model, data=data)
 
 
+def masked_job(optimizer: str, global_batch: int, model: ModelConfig = MODEL, **options: Any) -> JobConfig:
+    """As `make_job`, with some tokens that do not count; of one row none does."""
+    data = DataConfig(
+        source="memmap", path="made-up", sequence_length=SEQUENCE, global_batch=global_batch, loss_mask=True
+    )
+    return make_job(optimizer, global_batch, model, data=data, **options)
+
+
+def counted(size: int, length: int, step: int) -> np.ndarray:
+    """Which targets of a global batch count."""
+    mask = np.random.default_rng(500 + step).integers(0, 2, (size, length)).astype(bool)
+    mask[1] = False
+    return mask
+
+
 def with_documents(rows: np.ndarray) -> np.ndarray:
     """Rows of tokens, in place, so that their documents end as ``ENDS`` says."""
     rows[rows == END] = 0
@@ -109,6 +124,11 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
     tokens[: last - first] = (with_documents(rows) if job.data.document_masks else rows)[first:last]
     weights = np.zeros(places)
     weights[: last - first] = 1.0
+    masks: dict[str, Any] = {}
+    if job.data.loss_mask:
+        whole, mine = counted(size, length, step), np.zeros((places, length), bool)
+        mine[: last - first] = whole[first:last]
+        masks = {"counted": mine.reshape(*shape, length), "global_counted": int(whole.sum())}
     return StepBatch(
         step=step,
         tokens=tokens.reshape(*shape, length + 1),
@@ -116,6 +136,7 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
         global_tokens=size * length,
         rows=((step - 1) * size + first, (step - 1) * size + last),
         digest=bytes(16),
+        **masks,
     )
 
 

@@ -52,7 +52,7 @@ class StepBatch:
         return self.global_tokens if self.global_counted is None else max(1, self.global_counted)
 
     def tokens_of(self, cp: int, index: int) -> int:
-        """Count the tokens whose losses the rank ``index`` of ``cp`` that share these rows is to answer for."""
+        """Count the tokens whose losses rank ``index`` of ``cp`` that share these rows is to answer for."""
         if self.counted is None:
             return int((self.weights > 0).sum()) * (self.tokens.shape[-1] - 1) // cp
         return int(self.counted.sum()) if index == 0 else 0

@@ -9,7 +9,7 @@ import picotron_ray
 
 PACKAGE = Path(picotron_ray.__file__).parent
 STEPS = {
-    "parallel/parallelize.py",  # compiled blocks
+    "parallel/compiled_code.py",
     "parallel/data/fsdp.py",
     "parallel/memory/activation_checkpointing.py",
     "parallel/memory/activation_offload.py",

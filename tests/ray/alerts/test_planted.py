@@ -78,11 +78,11 @@ def test_what_lasts_is_found_and_is_over_when_it_ends(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_memory_that_grows_is_a_leak_and_then_nearly_full(tmp_path: Path) -> None:
     interval_s = 1.5  # a worker reads its memory once a second
-    # 128 KiB a pass: from nearly full to full it takes more than a window and a reading of the memory
-    leak = {"fault": "leak", "target": "worker:1", "step": 400, "pass_bytes": 1 << 17}
+    leak = {"fault": "leak", "target": "worker:1", "step": 400, "pass_bytes": 1 << 18}
     job = planted_job(
         "leaking", tmp_path, [leak], telemetry={"interval_s": interval_s},
-        cluster={"max_workers": 2, "worker_memory_bytes": 300 << 20},
+        # of which the last tenth is filled in more than a window and a reading of the memory
+        cluster={"max_workers": 2, "worker_memory_bytes": 600 << 20},
     )  # fmt: skip
     watched = start(job)
     watched.until(lambda s: s["step"] >= 405)

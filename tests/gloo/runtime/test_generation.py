@@ -180,7 +180,8 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
     run = bench.make()
     assert run.rank == 1
     assert bench.grouped == {
-        "host": "host", "port": 5, "prefix": "2.3", "rank": 1, "world_size": 2, "backend": "gloo", "device": torch.device("cpu")
+        "host": "host", "port": 5, "prefix": "2.3", "rank": 1, "world_size": 2, "backend": "gloo",
+        "device": torch.device("cpu"),
     }  # fmt: skip
     assert not run.done.is_set()
     bench.page.put(first_step_at_s=5.0)

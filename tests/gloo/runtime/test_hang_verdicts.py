@@ -37,14 +37,14 @@ def test_another_kind_of_collective_is_named_with_rank_and_place(pool: Pool) -> 
     assert (first.kind, first.ranks, first.details["what"]) == ("mismatch", (1,), "kind")
     assert "rank 1 on node node0 called broadcast of 8 float32 at " + line_of("kind") in first.text
     assert "ranks 0, 2 on nodes node0, node1 called all_reduce of 8 float32" in first.text
-    assert first.details["number"] == 7, "after two collectives in each of three steps"
+    assert first.details["number"] == 9, "after two in which ranks meet, and two in each of three steps"
 
 
 def test_another_order_is_named(pool: Pool) -> None:
     found = judged(pool.run(3, stand_still, "other_order", True))
     first = found.findings[0]
     assert (first.kind, first.ranks, first.details["what"]) == ("mismatch", (2,), "order")
-    assert "rank 2 calls operations 7 and 8 the other way round" in first.text
+    assert "rank 2 calls operations 9 and 10 the other way round" in first.text
     assert "rank 2 on node node1 called all_gather of 6 float32 at" in first.text
     assert "in <lambda>" in first.text, "where it was called"
     assert {record.place.partition(" ")[0] for record in found.ranks} == {line_of("order").strip()}

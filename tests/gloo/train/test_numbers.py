@@ -149,7 +149,12 @@ def mixtures(rate: float) -> list[tuple[int, Any]]:
     """Of a biased and an unbiased layer."""
     config = SimpleNamespace(bias_rate=rate)
     return [
-        (number, SimpleNamespace(scale=0.0, router=SimpleNamespace(bias=bias, config=config, load=None)))
+        (
+            number,
+            SimpleNamespace(
+                scale=0.0, router=SimpleNamespace(bias=bias, config=config, load=None, held=False)
+            ),
+        )
         for number, bias in ((3, torch.tensor([0.0, 1.0, 2.0])), (5, None))
     ]
 
@@ -268,7 +273,7 @@ def test_micro_batches_of_a_rank_that_shares_rows() -> None:
     job = JobConfig.model_validate({"data": data, "kernels": {"loss": "linear"}})
     tokens = np.array([[[1, 3, 2, 2, 3, 4, 5, 6, 7]], [[9, 8, 7, 3, 5, 4, 3, 2, 1]]], dtype=np.int64)
     weights = np.array([[1.0], [0.0]])
-    batch: Any = SimpleNamespace(tokens=tokens, weights=weights)
+    batch: Any = SimpleNamespace(tokens=tokens, weights=weights, counted=None)
     assert {"tokens", "weights"} <= StepBatch.__annotations__.keys()
     batcher = MicroBatcher(job, Layout(cp=2), 1, CPU, weighted=True)
     (inputs, targets, live, named), second = batcher.micro_batches(batch)

@@ -63,7 +63,7 @@ def named_values(values: Mapping[str, Any], most: int = MOST_NAMES) -> dict[str,
 def shown(value: Any) -> Any:
     """Return the figures of a tensor, or a text of anything else."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value.item()
+        value = value.item()
     if isinstance(value, torch.Tensor):
         return tensor_figures(value)
     try:

@@ -58,7 +58,7 @@ def test_the_loss_is_the_mean_of_those_that_count(options: dict[str, Any]) -> No
     feed = batch(job, engine.layout, 0, 1)
     assert feed.counted is not None
     assert 0 < feed.loss_tokens < feed.global_tokens
-    loss = engine.forward_backward(feed)
+    loss = float(engine.forward_backward(feed))
     engine.reduce()
     plain = Transformer(MODEL).double()
     values = {one.shard.name: one.values().clone().requires_grad_() for one in engine.weights()}

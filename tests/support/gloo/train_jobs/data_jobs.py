@@ -89,6 +89,6 @@ def scaled(
     _, norm = engine.gradients_of(batch(config, layout, layout.coordinates(job.rank).dp, 1))
     gradients = pieces(engine.gradients())
     engine.optimizer_step(0.01)
-    found = norm, state.tolist(), gradients
+    found = float(norm), state.tolist(), gradients
     _closed(groups, engine)
     return found

@@ -574,7 +574,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "adapters of a model of your own": (
         'model: {builder: "m:f", lora: {rank: 4}}',
         "model.lora",
-        "which takes only vocab_size, freeze, arguments and plan; drop it",
+        "which takes only vocab_size, freeze, loss, arguments and plan; drop it",
     ),
     "keys of a mixture in a dense model": ("model: {moe: {top_k: 4}}", "model.moe.top_k", "experts=0"),
     "tp and the experts": (

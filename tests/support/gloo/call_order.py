@@ -10,7 +10,7 @@ from typing import NamedTuple
 from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.runtime.worker.newest_operations import newest_operations
 
-MOST = 20_000
+MOST = 5_000
 """Operations of a generation."""
 
 

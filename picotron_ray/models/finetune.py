@@ -124,6 +124,21 @@ def target_problems(table: Sequence[ParameterSpec], targets: Sequence[str]) -> I
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:
-    """The name that is spelled most like a pattern; of equals the first."""
-    wanted = pattern.replace("*", "")
-    return max(names, key=lambda name: SequenceMatcher(None, wanted, name).ratio(), default="none")
+    """The name that is spelled most like a pattern; of equals the first, "none" where there are no names.
+
+    Numbers and wildcards are left out of the comparison.
+    """
+    by_letters: dict[str, str] = {}
+    for name in names:  # one of each kind: a deep model has thousands of names, and few kinds
+        by_letters.setdefault(_letters(name), name)
+    matcher = SequenceMatcher(autojunk=False, b=_letters(pattern))
+
+    def likeness(name: str) -> float:
+        matcher.set_seq1(_letters(name))
+        return matcher.ratio()
+
+    return max(by_letters.values(), key=likeness, default="none")
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text if c.isalpha() or c in "._")

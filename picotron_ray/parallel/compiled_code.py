@@ -68,14 +68,15 @@ def compile_blocks(blocks: Mapping[str, nn.Module], *, one_graph: bool, backend:
     """
     for name, block in blocks.items():
         made = torch.compile(block.forward, dynamic=False, fullgraph=one_graph, backend=backend or BACKEND)
-        block.forward = telling(f"kernels.compile: saw true, but block {name}", made)
+        block.forward = telling(f"kernels.compile: saw true, but block {name}", "false", made)
 
 
-def telling(what: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+def telling(what: str, other: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled function so that it tells in one line what torch could not compile.
 
     Args:
         what: begin of the line.
+        other: value of the key with which nothing is compiled.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
@@ -86,7 +87,7 @@ def telling(what: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             why = f"would need more than {KEPT * ENTRIES} versions for the inputs that it meets"
         except (Unsupported, UserError) as error:
             why = f"is not one graph: {'; '.join(_reasons(str(error)))}"
-        raise LayoutError(f"{what} {why}. Use false, or change the model")
+        raise LayoutError(f"{what} {why}. Use {other}, or change the model")
 
     return forward
 

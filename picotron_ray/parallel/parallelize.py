@@ -197,7 +197,7 @@ def _compiled_functions(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterat
         modules = named_modules(model, [glob])
         for module in modules:  # any shape: a change of layout, or evaluation, makes no new kernel
             compiled = torch.compile(getattr(module, attribute), dynamic=True)
-            setattr(module, attribute, telling(f"kernels.{name}: saw compiled, which", compiled))
+            setattr(module, attribute, telling(f"kernels.{name}: saw compiled, which", "eager", compiled))
         yield f"{name} of {len(modules)} modules compiled"
 
 

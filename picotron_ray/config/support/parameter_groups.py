@@ -7,13 +7,12 @@ several patterns that match, the first in the config counts, as in a routing tab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ParameterGroupConfig
-from picotron_ray.models.families.registry import parameter_table
+from picotron_ray.models.families.registry import finetuned_table, named, nearest
 
 
 class UselessPattern(NamedTuple):
@@ -21,7 +20,7 @@ class UselessPattern(NamedTuple):
 
     Fields:
         number: of its group, from 0, in the config.
-        nearest: the parameter whose name is most like it; "" where there is none.
+        nearest: the parameter whose name is most like it; "none" where there is none.
         taken: the earlier pattern that takes all that it matches; "" where it matches nothing.
     """
 
@@ -43,8 +42,10 @@ def group_of(config: OptimizerConfig, name: str) -> ParameterGroupConfig | None:
 def trained_names(model: ModelConfig) -> list[str] | None:
     """List the canonical names of what gradients move; None of a model of one's own not yet looked into."""
     if model.builder is None:
-        return [spec.name for spec in parameter_table(model) if spec.trained]
-    return None if model.built is None else [name for name, _ in model.built.parameters]
+        return [spec.name for spec in finetuned_table(model) if spec.trained]
+    if model.built is None:
+        return None
+    return [name for name, _ in model.built.parameters if not named(name, model.freeze)]
 
 
 def useless_patterns(config: OptimizerConfig, names: Sequence[str]) -> list[UselessPattern]:
@@ -57,23 +58,5 @@ def useless_patterns(config: OptimizerConfig, names: Sequence[str]) -> list[Usel
         matched = next((name for name in names if fnmatchcase(name, group.pattern)), None)
         first = None if matched is None else group_of(config, matched)
         taken = "" if first is None else first.pattern
-        found.append(UselessPattern(index, _nearest(group.pattern, names), taken))
+        found.append(UselessPattern(index, nearest(group.pattern, names), taken))
     return found
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """The name most like a pattern; numbers and wildcards are left out of the comparison."""
-    matcher = SequenceMatcher(autojunk=False, b=_letters(pattern))
-
-    def likeness(name: str) -> float:
-        matcher.set_seq1(_letters(name))
-        return matcher.ratio()
-
-    by_letters: dict[str, str] = {}
-    for name in names:  # one of each kind: a deep model has thousands of names, and few kinds
-        by_letters.setdefault(_letters(name), name)
-    return max(by_letters.values(), key=likeness, default="")
-
-
-def _letters(text: str) -> str:
-    return "".join(c for c in text if c.isalpha() or c in "._")

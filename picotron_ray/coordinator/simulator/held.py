@@ -17,7 +17,7 @@ from picotron_ray.coordinator.simulator.checks import Checks
 from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator, plan
 from picotron_ray.coordinator.simulator.planning import default
-from picotron_ray.coordinator.simulator.replaying import ReplayingShell
+from picotron_ray.coordinator.simulator.replaying import ReplayingShell, run_out
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import EVENTS, FAMILIES, LIMIT_S, Report, draw_job
 from picotron_ray.coordinator.simulator.world import Sim
@@ -116,13 +116,7 @@ def simulate_held(seed: int, coverage: Coverage | None = None) -> tuple[Report, 
     for at, name in strikes:
         sim.after(at, _strike, sim, name)
     sim.quiet_at = max([last, *(at for at, _ in strikes)]) + LONGEST_S
-    sim.run(LIMIT_S + 2 * job.steps * sim.step_s)
-    checks.log()
-    for shell in sim.shells:
-        if difference := shell.replays():
-            sim.violation(difference)
-    report = Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
-    return report, sim.told
+    return run_out(sim, sim.shells, checks, seed, LIMIT_S + 2 * job.steps * sim.step_s), sim.told
 
 
 def _hold(sim: HeldSim) -> None:

@@ -17,7 +17,7 @@ from picotron_ray.coordinator.simulator.coverage import Coverage
 from picotron_ray.coordinator.simulator.faults import FAULTS, LONGEST_S, coordinator, plan
 from picotron_ray.coordinator.simulator.planning import default
 from picotron_ray.coordinator.simulator.protocols import GenerationProtocol
-from picotron_ray.coordinator.simulator.replaying import ReplayingShell
+from picotron_ray.coordinator.simulator.replaying import ReplayingShell, run_out
 from picotron_ray.coordinator.simulator.rng import Rng
 from picotron_ray.coordinator.simulator.run import EVENTS, FAMILIES, LIMIT_S, Report, draw_job
 from picotron_ray.coordinator.simulator.standing import Standing
@@ -95,13 +95,7 @@ def simulate_operated(seed: int, coverage: Coverage | None = None) -> tuple[Repo
     sim.quiet_at = max([last, *(at for at, _ in strikes)]) + LONGEST_S
     if draw.chance(LIMITED):
         sim.standing.limit_at, sim.stop_asked = draw.uniform(60.0, 120.0), True
-    sim.run(LIMIT_S + 2 * job.steps * sim.step_s)
-    checks.log()
-    for shell in sim.shells:
-        if difference := shell.replays():
-            sim.violation(difference)
-    report = Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))
-    return report, sim.standing
+    return run_out(sim, sim.shells, checks, seed, LIMIT_S + 2 * job.steps * sim.step_s), sim.standing
 
 
 def _operate(sim: OperatedSim, kind: str) -> None:

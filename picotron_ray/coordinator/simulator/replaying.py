@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from picotron_ray.coordinator import messages as m
@@ -9,6 +10,8 @@ from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.machine import Machine
 from picotron_ray.coordinator.plan_book import Default
 from picotron_ray.coordinator.replay import QuietHeartbeats
+from picotron_ray.coordinator.simulator.checks import Checks
+from picotron_ray.coordinator.simulator.run import Report
 from picotron_ray.coordinator.simulator.shell import Shell
 from picotron_ray.coordinator.simulator.world import Sim
 from picotron_ray.coordinator.states import MachineState
@@ -57,3 +60,13 @@ class ReplayingShell(Shell):
 def _read(generation: Any) -> m.GenerationId | None:
     found = plain(generation)
     return None if found is None else m.GenerationId(**found)
+
+
+def run_out(sim: Sim, shells: Sequence[ReplayingShell], checks: Checks, seed: int, limit_s: float) -> Report:
+    """Run a cluster to its end; judge its log, and that each of its shells replays."""
+    sim.run(limit_s)
+    checks.log()
+    for shell in shells:
+        if difference := shell.replays():
+            sim.violation(difference)
+    return Report(seed, sim.events, tuple(sim.struck), len(checks.specs), sim.now, tuple(sim.failures))

@@ -19,6 +19,8 @@ from picotron_ray.models.finetune import (
     freeze_problems,
     frozen,
     is_adapter,
+    named,
+    nearest,
     target_problems,
     with_adapters,
 )
@@ -44,6 +46,8 @@ __all__ = [  # what is asked for from below, where this module alone may be impo
     "finetuned_table",
     "freeze_mistakes",
     "is_adapter",
+    "named",
+    "nearest",
     "parameter_table",
     "target_mistakes",
 ]

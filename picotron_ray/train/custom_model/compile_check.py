@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from picotron_ray.errors import ConfigError, LayoutError
+from picotron_ray.models.custom import one_line
 from picotron_ray.parallel.compiled_code import CODE, compile_blocks
 
 
@@ -23,6 +24,9 @@ def check_compiles(module: nn.Module, tokens: Tensor, names: Sequence[str]) -> N
         module(tokens)
     except LayoutError as error:
         raise ConfigError(str(error)) from None
+    except Exception as error:  # noqa: BLE001 (of torch's compiler: the same tokens went through the module as it is)
+        text = f"kernels.compile: saw true, but torch cannot trace the model's blocks: {one_line(error)}"
+        raise ConfigError(f"{text}. Use false, or change the model") from None
     finally:
         for block in blocks.values():
             del block.forward

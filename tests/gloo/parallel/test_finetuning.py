@@ -83,6 +83,22 @@ QUERIES = lora("*.wq", "*.wv", "*.down")
 SHARED = lora("*.shared.*", "*.attention.wo", model=MIXTURE)
 HALF = having(ALL_LINEAR, freeze=["*.lora_a"])  # Zhang et al. 2023, LoRA-FA
 BIASED = lora("*.w[qkvo]", "*.up", "*.down", model=GPT2, freeze=[])
+LATENT = lora(
+    "*.attention.w*",
+    "*.mlp.*",
+    family="deepseek",
+    kv_heads=4,
+    mla={"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
+)
+WINDOWED = lora(
+    "*.attention.w?",
+    "*.down",
+    family="gemma2",
+    head_dim=8,
+    sliding_window=3,
+    full_attention_every=2,
+    attention_softcap=1.5,
+)
 ADAPTERS = [
     (Layout(dp=2, micro_batch=3), 10, ALL_LINEAR),
     (Layout(dp=2, zero=3, micro_batch=2), 7, ALL_LINEAR),
@@ -97,6 +113,8 @@ ADAPTERS = [
     (Layout(dp=2, tp=2, micro_batch=3, recompute="selective"), 10, QUERIES),
     (Layout(dp=2, tp=2, zero=2, micro_batch=2), 7, HALF),
     (Layout(tp=2, cp=2, micro_batch=6), 12, ALL_LINEAR),
+    (Layout(tp=2, pp=2, micro_batch=3), 12, LATENT),
+    (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, WINDOWED),
 ]
 
 
@@ -112,6 +130,8 @@ NAMES = {
     QUERIES: "queries",
     SHARED: "shared-expert",
     HALF: "half",
+    LATENT: "latent",
+    WINDOWED: "windowed",
     BIASED: "biased",
 }
 

@@ -12,6 +12,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ParameterGroupConfig
 from picotron_ray.config.schema.service import EvaluateConfig
+from picotron_ray.config.validation.optimizer import RULES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.train.engine import build_engine
@@ -91,6 +92,24 @@ def test_groups_and_averages_at_a_layout_equal_one_process(
     plain = assemble([reference(optimizer, global_batch, model).state])
     theirs = assemble([expected.state])
     assert worst({n: v for n, v in theirs.items() if not n.startswith("ema/")}, plain)[0] > 1e-3
+
+
+def test_adapters_have_groups_and_averages_of_their_own(pool: Pool) -> None:
+    """Hayou et al. 2024 (LoRA+): B learns faster than A."""
+    model = ModelConfig.model_validate({**MODEL.model_dump(), "lora": {"rank": 3}})
+    faster = (ParameterGroupConfig(pattern="*.lora_b", rate_factor=4.0),)
+    job, layout = grouped(make_job("adamw", 12, model), groups=faster), Layout(tp=2, micro_batch=6)
+    assert [problem for rule in RULES for problem in rule(job)] == []
+    ranks = [results[0] for results in pool.run(2, run_layout, [job], layout)]
+    expected = train(job, Layout(micro_batch=12), 0, None)
+    assert differences(ranks, expected) == []
+    averaged = {name for name in assemble([expected.state]) if name.startswith("ema/")}
+    assert averaged
+    assert all(name.endswith(("lora_a", "lora_b")) for name in averaged), "what is frozen has none"
+    plain = assemble([train(grouped(job, groups=()), Layout(micro_batch=12), 0, None).state])
+    changed = worst({n: v for n, v in assemble([expected.state]).items() if n.endswith("lora_b")},
+                    {n: v for n, v in plain.items() if n.endswith("lora_b")})  # fmt: skip
+    assert changed[0] > 1e-3
 
 
 def test_the_first_match_counts() -> None:

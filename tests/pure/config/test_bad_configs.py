@@ -730,6 +730,16 @@ BAD: dict[str, tuple[str, str, str]] = {
         "optimizer.groups.0.pattern",
         "saw *.router.bias, which matches no trained parameter; the nearest is layers.0.mlp.router.weight",
     ),
+    "a group of what is frozen": (
+        "model: {freeze: ['embed.*']}\noptimizer: {groups: [{pattern: 'embed.*', rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw embed.*, which matches no trained parameter; the nearest is head.weight",
+    ),
+    "a group of weights beside adapters": (
+        "model: {lora: {rank: 2}}\noptimizer: {groups: [{pattern: '*.wq.weight', rate_factor: 0.5}]}",
+        "optimizer.groups.0.pattern",
+        "saw *.wq.weight, which matches no trained parameter; the nearest is layers.0.attention.wq.lora_",
+    ),
     "a group behind another that takes all of it": (
         "optimizer: {groups: [{pattern: 'layers.*', rate_factor: 2.0},"
         " {pattern: layers.0.*, weight_decay: 0.0}]}",

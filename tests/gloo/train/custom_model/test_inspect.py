@@ -172,6 +172,26 @@ def test_blocks_that_are_to_be_compiled_are_one_graph(job_of: Any) -> None:
     assert "test_inspect.py" in said
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiler_that_fails_is_one_line(job_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises more kinds of errors than it names, such as of shapes that depend on values."""
+
+    def compiled(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        def fails(*inputs: Any) -> Any:
+            raise RuntimeError("Could not guard on u0\n\nCaused by: rows.split(counts)")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    job = job_of(
+        lambda: nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY), Asking(True)), plan={"blocks": "1"}
+    )
+    said = why_not(job.model_copy(update={"kernels": KernelsConfig(compile=True)}))
+    assert said.startswith("kernels.compile: saw true, but torch cannot trace the model's blocks: ")
+    assert "Could not guard on u0" in said
+    assert "\n" not in said
+
+
 def test_sharing_across_blocks_is_refused_and_elsewhere_allowed(job_of: Any) -> None:
     def tied(first: int, second: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:

@@ -128,7 +128,7 @@ def test_a_receiver_that_refuses_is_tried_within_bounds_dropped_counted_and_told
     one = sink(receiver.port, told)
     began = time.monotonic()
     one.send(FOUND)
-    assert time.monotonic() - began < 0.1, "sending waits for nobody"
+    assert time.monotonic() - began < 2.0, "sending waits for nobody, also where the receiver hangs for 5 s"
     until(lambda: one.dropped)
     one.send(FOUND)
     until(lambda: one.dropped == 2)

@@ -175,7 +175,7 @@ def test_windows_that_come_too_fast_go_and_are_counted(monkeypatch: pytest.Monke
     monkeypatch.setattr(made._book, "observe", lambda *_: (time.sleep(0.02), judged.append(1), [])[2])
     for number in range(500):
         made.take(window(number))
-    assert time.monotonic() - begin < 1.0, "handing over waits for nobody"
+    assert time.monotonic() - begin < 5.0, "10 s of judging; handing over waits for nobody"
     assert made.windows_dropped >= 500 - MOST_WAITING - 60
     made.finish(5.0)
     assert len(judged) + made.windows_dropped == 500

@@ -68,7 +68,7 @@ def test_pauses_between_tries_grow_and_a_new_reason_to_save_ends_one(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[int] = []
-    monkeypatch.setattr(record_keeper, "backoff", lambda attempt: pauses.append(attempt) or 0.01 + attempt)
+    monkeypatch.setattr(record_keeper, "backoff", lambda attempt: pauses.append(attempt) or 0.01 + 10 * attempt)
     parts.answers = [fails] * 2
     parts.keep(1)
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_pauses_between_tries_grow_and_a_new_reason_to_save_ends_one(
     began = time.monotonic()
     parts.keep(2)
     assert parts.keeper.wait(SOON_S)
-    assert (time.monotonic() - began < 0.9, pauses, parts.stored) == (True, [0, 1], [2])
+    assert (time.monotonic() - began < 5.0, pauses, parts.stored) == (True, [0, 1], [2])
 
 
 def test_the_newest_record_is_the_one_that_is_stored_last(parts: Parts) -> None:

@@ -77,7 +77,7 @@ def test_nobody_looks_at_the_machine_of_an_agent_that_is_gone(monkeypatch: pytes
     monkeypatch.setattr(machine_watch, "LOOK_S", 0.01)
     calm = threading.Event()
     calm.set()
-    others = set(threading.enumerate())  # watches that other tests left to the collector are no matter of this one
+    others = set(threading.enumerate())  # other tests leave watches to the collector
     watch = MachineWatch(FrozenMachine(calm), 0.01)
     begun = [each for each in threading.enumerate() if each.name == "machine" and each not in others]
     assert len(begun) == 2

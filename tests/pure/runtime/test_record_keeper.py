@@ -68,7 +68,7 @@ def test_pauses_between_tries_grow_and_a_new_reason_to_save_ends_one(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[int] = []
-    monkeypatch.setattr(record_keeper, "backoff", lambda attempt: pauses.append(attempt) or 0.01 + 10 * attempt)
+    monkeypatch.setattr(record_keeper, "backoff", lambda tries: pauses.append(tries) or 0.01 + 10 * tries)
     parts.answers = [fails] * 2
     parts.keep(1)
     for _ in range(2):

@@ -1,11 +1,12 @@
-"""Every main path of several ranks on the devices at hand, against one process on a CPU in fp64; and in bf16.
+"""Every main path of several ranks on the devices at hand: one process on a CPU in fp64; and near it in bf16.
 
-The bodies are those of tests/gloo; `devices` says what they run on. A machine with one card runs what one rank
-can; the others run with as many ranks as there are cards.
+The bodies are those of tests/gloo; `devices` says what they run on. A machine with one card runs what one
+rank can; the others run with as many ranks as there are cards.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from picotron_ray.config.schema.model import ModelConfig
@@ -105,9 +106,8 @@ def run_wider(pool: Pool, layout: Layout, precision: str, kind: str) -> list[Res
 
 def near(ours: Result, exact: Result) -> None:
     """Gradients of a rank, all together."""
-    import numpy as np
+    assert distance(gradient_of(ours), gradient_of(exact)) < BF16_GRADIENTS
 
-    flat = [
-        np.concatenate([piece[-1].astype(np.float64).ravel() for piece in r.gradients]) for r in (ours, exact)
-    ]
-    assert distance(*flat) < BF16_GRADIENTS
+
+def gradient_of(result: Result) -> np.ndarray:
+    return np.concatenate([piece[-1].astype(np.float64).ravel() for piece in result.gradients])

@@ -25,8 +25,8 @@ from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.call_order import Called, calls, keep_calls
-from tests.support.gloo.faults import planted
 from tests.support.gloo.devices import group_options, own_device
+from tests.support.gloo.faults import planted
 from tests.support.gloo.pool import Job
 
 STEPS = 3

@@ -103,6 +103,12 @@ class CorruptError(StorageError):
         self.where = where
 
 
+class NoDeviceError(PicotronError):
+    """What was asked for needs a CUDA device, and torch sees none."""
+
+    exit_code = 5
+
+
 class NewerSchemaError(PicotronError):
     """A newer version wrote what is stored: this one must not go on with the run."""
 

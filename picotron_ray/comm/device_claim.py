@@ -1,9 +1,9 @@
 """One GPU for each process of a machine that several processes share.
 
 Ray shows each worker its own GPU alone. Where there is no Ray (``bench gpu``, the tests on GPUs) a process
-takes the first one that no other process of the same owner has, and keeps it for life: a communicator of NCCL
-must not have two ranks on one GPU, and a rank's number changes from generation to generation. The claim is the
-name of a socket, which the kernel gives back when the process ends, also by SIGKILL.
+takes the first one that no other process of the same owner has, and keeps it for life: a communicator of
+NCCL must not have two ranks on one GPU, and a rank's number changes from generation to generation. The claim
+is the name of a socket, which the kernel gives back when the process ends, also by SIGKILL.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def work_of(part: str, options: GpuOptions, place: Place, folder: Path, say: Say
 
 
 def run_parts(works: Mapping[str, Work], say: Say) -> dict[str, Any]:
-    """Run one part after the other; each result is ``done``, ``failed`` or ``left out``, and why."""
+    """Run one part after the other; each is ``done``, ``failed`` or ``left out``, with its reason."""
     found: dict[str, Any] = {}
     for part, work in works.items():
         if isinstance(work, str):
@@ -204,9 +204,8 @@ def run_parts(works: Mapping[str, Work], say: Say) -> dict[str, Any]:
             began = time.monotonic()
             found[part] = _ended(work)
             found[part]["seconds"] = round(time.monotonic() - began, 1)
-        say(
-            f"{part}: {found[part]['status']}{': ' if 'why' in found[part] else ''}{found[part].get('why', '')}"
-        )
+        why = f": {found[part]['why']}" if "why" in found[part] else ""
+        say(f"{part}: {found[part]['status']}{why}")
     return found
 
 

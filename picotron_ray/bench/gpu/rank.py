@@ -87,6 +87,7 @@ def _generation(resources: WorkerResources, order: dict[str, Any]) -> dict[str, 
         "wait_s": page.value("wait_s"),
         "snapshot_s": page.value("snapshot_s"),
         "skipped": page.value("skipped"),
+        "copies": [times._asdict() for times in (run.copies.taken if run.copies else ())],
     }
 
 

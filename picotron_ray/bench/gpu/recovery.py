@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,14 +145,27 @@ def slower(found: dict[str, dict[str, Any]], base_s: float) -> dict[str, Any]:
 
 
 def step_figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Median step, what the loop waited for copies, and what a snapshot took beside it; the slowest rank's."""
+    """Median step, waits for copies, and what a snapshot took beside it; of the slowest rank."""
     times = []
     for answer in answers:
         began = [at_s for _, at_s in answer["began_s"]][WARM:]
-        times.append([after - before for before, after in zip(began, began[1:], strict=False)])
+        times.append([after - before for before, after in pairwise(began)])
     return {
         "step_s": max(median(each) for each in times),
         "wait_s": max(answer["wait_s"] for answer in answers),
         "snapshot_s": max(answer["snapshot_s"] for answer in answers),
         "skipped": max(answer["skipped"] for answer in answers),
+        "copies": copy_figures([times for answer in answers for times in answer["copies"]]),
     }
+
+
+def copy_figures(times: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """Medians of copies by the device's events, and the share that ran beside the step; None without any.
+
+    >>> copy_figures([{"copy_s": 0.2, "exposed_s": 0.05, "host_wait_s": 0.0}])["overlap"]
+    0.75
+    """
+    if not times:
+        return None
+    found = {name: median(each[name] for each in times) for name in times[0]}
+    return found | {"overlap": 1 - found["exposed_s"] / found["copy_s"]}

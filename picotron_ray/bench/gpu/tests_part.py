@@ -1,4 +1,4 @@
-"""Part ``tests`` of ``bench gpu``: tests/gpu of a checkout, in a process of their own, and what came of each."""
+"""Part ``tests`` of ``bench gpu``: tests/gpu of a checkout in a process of their own, and what came of it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bench_tests(root: Path, kind: str, chosen: str, folder: Path) -> dict[str, A
 def summed_up(junit: str) -> dict[str, Any]:
     """Count a report of pytest in JUnit's XML: passed, failed with the first line each, skipped by reason.
 
-    >>> summed_up('<testsuites><testsuite><testcase classname="a" name="b" time="1.5"/></testsuite></testsuites>')
+    >>> summed_up('<testsuite><testcase classname="a" name="b" time="1.5"/></testsuite>')
     {'passed': 1, 'failed': {}, 'skipped': {}, 'seconds': 1.5}
     """
     passed, seconds = 0, 0.0

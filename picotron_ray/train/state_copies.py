@@ -136,7 +136,7 @@ class DeviceCopies:
         self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def _count(self) -> None:
-        """Take the times of the snapshot before, which is sealed; the host has waited for the device since."""
+        """Take the times of the snapshot before: sealed, and the host has waited for the device since."""
         if self._read is None:
             return
         copy_s = self._first.elapsed_time(self._read) / 1e3

@@ -104,7 +104,7 @@ class CorruptError(StorageError):
 
 
 class NoDeviceError(PicotronError):
-    """What was asked for needs a CUDA device, and torch sees none."""
+    """No CUDA device is seen by torch, and what was asked for needs one."""
 
     exit_code = 5
 

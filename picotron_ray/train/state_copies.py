@@ -1,4 +1,4 @@
-"""How the state leaves the device for a snapshot: what is read when, by which thread and stream, who waits.
+"""Way of the state out of the device for a snapshot: what is read when, by which thread and stream.
 
 On CPUs the thread of snapshots copies straight from the live tensors into the slot. The copy itself is the
 cost: it takes a core or memory bandwidth from the step, hidden or not, so that it may take half of the time.
@@ -167,7 +167,7 @@ class DeviceCopies:
         assert self._ready is not None
         copied = [entry for entry in state if not (moving and entry.still) and entry.shard.box.numel]
         pieces = [piece for entry in copied if self._is_ours(entry) for piece in pieces_of(entry)]
-        transfer = Transfer(self._stream, self._chunks, pieces)
+        transfer = CopyRing(self._stream, self._chunks, pieces)
         if all(self._is_ours(entry) for entry in copied):
             transfer.on_queued = self._all_queued
             transfer.queue()
@@ -175,7 +175,7 @@ class DeviceCopies:
             self._ready.synchronize()  # the device may still be writing what the host reads
         return self._each(state, moving, transfer)
 
-    def _each(self, state: Sequence[StateTensor], moving: bool, transfer: Transfer) -> Iterator[Any]:
+    def _each(self, state: Sequence[StateTensor], moving: bool, transfer: CopyRing) -> Iterator[Any]:
         for entry in state:
             if (moving and entry.still) or not entry.shard.box.numel or not self._is_ours(entry):
                 yield from buffers([entry], moving=moving)
@@ -219,7 +219,7 @@ def pieces_of(entry: StateTensor) -> list[Piece]:
     return [partial(part, start) for start in range(0, live.numel() * live.element_size(), CHUNK_BYTES)]
 
 
-class Transfer:
+class CopyRing:
     """Copies of pieces into a ring of chunks, in order, as far ahead as chunks are free.
 
     Args:

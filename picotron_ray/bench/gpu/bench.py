@@ -123,7 +123,7 @@ class GpuOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Devices:
     """Devices that everything runs on."""
 
     kind: str
@@ -131,7 +131,7 @@ class Place:
     count: int
 
 
-def place_of(options: GpuOptions) -> Place:
+def place_of(options: GpuOptions) -> Devices:
     """Find the devices.
 
     Raises:
@@ -141,7 +141,7 @@ def place_of(options: GpuOptions) -> Place:
     import torch  # takes a second
 
     if options.cpu:
-        return Place("cpu", "cpu", options.workers or 2)
+        return Devices("cpu", "cpu", options.workers or 2)
     count = torch.cuda.device_count()
     if not count:
         raise NoDeviceError("bench gpu: saw no CUDA device; give --cpu to rehearse every part over gloo")
@@ -149,7 +149,7 @@ def place_of(options: GpuOptions) -> Place:
         raise ConfigError(
             f"--workers: saw {options.workers}, expected at most the {count} GPUs of this machine"
         )
-    return Place("cuda", torch.cuda.get_device_name(0), options.workers or count)
+    return Devices("cuda", torch.cuda.get_device_name(0), options.workers or count)
 
 
 def bench(options: GpuOptions, say: Say) -> dict[str, Any]:
@@ -173,7 +173,7 @@ Work = Callable[[], dict[str, Any]] | str
 """What a part does, or why it is left out."""
 
 
-def work_of(part: str, options: GpuOptions, place: Place, folder: Path, say: Say) -> Work:
+def work_of(part: str, options: GpuOptions, place: Devices, folder: Path, say: Say) -> Work:
     """Make a part ready to run, or say why it cannot run here."""
     sizes = REHEARSAL if options.cpu else ON_GPUS
     small = (sizes.small, small_overrides(sizes, folder), place.kind, place.count)
@@ -222,7 +222,7 @@ def _ended(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {"status": "done", "found": found}
 
 
-def assembled(place: Place, options: GpuOptions, parts: Mapping[str, Any]) -> dict[str, Any]:
+def assembled(place: Devices, options: GpuOptions, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Put the result together. Pure but for what it says of the machine."""
     given = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     return {
@@ -237,10 +237,10 @@ def assembled(place: Place, options: GpuOptions, parts: Mapping[str, Any]) -> di
     }
 
 
-def slug(place: Place) -> str:
+def slug(place: Devices) -> str:
     """Name of the file without its ending.
 
-    >>> slug(Place("cuda", "NVIDIA H100 80GB HBM3", 8))
+    >>> slug(Devices("cuda", "NVIDIA H100 80GB HBM3", 8))
     'nvidia-h100-80gb-hbm3-x8'
     """
     return f"{re.sub('[^a-z0-9]+', '-', place.name.lower()).strip('-')}-x{place.count}"
@@ -267,7 +267,7 @@ def small_overrides(sizes: Sizes, folder: Path) -> list[str]:
     return [*sizes.small_overrides, *data_of(sizes.small, sizes.small_overrides, folder)]
 
 
-def bench_mfu(sizes: Sizes, options: GpuOptions, place: Place, folder: Path, say: Say) -> dict[str, Any]:
+def bench_mfu(sizes: Sizes, options: GpuOptions, place: Devices, folder: Path, say: Say) -> dict[str, Any]:
     """Run ``bench mfu`` on all devices, with every switch, and every peer whose code is here."""
     peers = ["plain", *(name for name in ("picotron", "torchtitan") if getattr(options, name))]
     asked = mfu.MfuOptions(
@@ -289,7 +289,7 @@ def bench_mfu(sizes: Sizes, options: GpuOptions, place: Place, folder: Path, say
     return {**found, "peers_left_out": {name: f"--{name} names no checkout" for name in absent}}
 
 
-def bench_service(sizes: Sizes, place: Place, folder: Path) -> dict[str, Any]:
+def bench_service(sizes: Sizes, place: Devices, folder: Path) -> dict[str, Any]:
     """Train through Ray with as many workers as devices, one of which is killed; the run's own summary."""
     steps = 60
     chaos = [{"fault": "kill", "target": f"worker:{place.count - 1}", "step": steps // 2, "phase": "forward"}]

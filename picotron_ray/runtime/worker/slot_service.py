@@ -1,4 +1,4 @@
-"""Where another node's slots are served: its agent says so, by Ray.
+"""Address of another node's shard service, as its agent tells it by Ray.
 
 Apart from what reads them (`remote_slots`), so that a generation runs without Ray where all slots are its own
 node's (``bench gpu``).

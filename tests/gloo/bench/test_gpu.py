@@ -15,8 +15,8 @@ import torch
 
 from picotron_ray.bench.gpu import bench
 from picotron_ray.bench.gpu.bench import (
+    Devices,
     GpuOptions,
-    Place,
     assembled,
     bench_service,
     place_of,
@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_refused_before_anything_runs(
         bench.bench(GpuOptions(tmp_path / "none", cpu=True), print)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert place_of(GpuOptions(tmp_path)) == Place("cuda", "NVIDIA H200", 2)
+    assert place_of(GpuOptions(tmp_path)) == Devices("cuda", "NVIDIA H200", 2)
     with pytest.raises(ConfigError, match="--workers: saw 3, expected at most the 2 GPUs"):
         place_of(GpuOptions(tmp_path, workers=3))
 
@@ -83,7 +83,7 @@ def test_a_part_that_fails_or_is_left_out_says_why_and_the_others_go_on(tmp_path
         "kill": lambda: kills,
         "service": "Ray is not installed",
     }
-    place, options = Place("cuda", "NVIDIA H200", 2), GpuOptions(tmp_path)
+    place, options = Devices("cuda", "NVIDIA H200", 2), GpuOptions(tmp_path)
     found = assembled(place, options, run_parts(works, told.append))
     assert json.loads(json.dumps(found)) == found
     assert found["left_out"] == {"service": "Ray is not installed"}
@@ -111,7 +111,7 @@ def test_a_report_of_tests_is_counted() -> None:
 
 
 def test_without_ray_the_service_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, place = GpuOptions(tmp_path, cpu=True), Place("cpu", "cpu", 2)
+    options, place = GpuOptions(tmp_path, cpu=True), Devices("cpu", "cpu", 2)
     assert callable(work_of("service", options, place, tmp_path, print))
     plain = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else plain(name))
@@ -131,7 +131,7 @@ def test_a_run_that_did_not_do_its_part_is_a_failure(
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     with pytest.raises(PicotronError, match=why):
-        bench_service(bench.REHEARSAL, Place("cpu", "cpu", 2), tmp_path)
+        bench_service(bench.REHEARSAL, Devices("cpu", "cpu", 2), tmp_path)
 
 
 def test_figures_of_steps_are_the_slowest_ranks() -> None:

@@ -103,6 +103,12 @@ class CorruptError(StorageError):
         self.where = where
 
 
+class NoDeviceError(PicotronError):
+    """No CUDA device is seen by torch, and what was asked for needs one."""
+
+    exit_code = 5
+
+
 class NewerSchemaError(PicotronError):
     """A newer version wrote what is stored: this one must not go on with the run."""
 

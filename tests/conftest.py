@@ -28,6 +28,8 @@ TIERS = ("pure", "gloo", "ray", "server", "gpu")
 _TRAIN = ("compile", "dry_run", "error_feedback", "muon", "quantized", "way_selection")
 NUMERICS = ("parallel/", "models/", "planner/", "train/custom_model/", *(f"train/test_{of}" for of in _TRAIN))
 """Below tests/gloo: numerics of several ranks, which no clock judges."""
+REHEARSAL = "PICOTRON_GPU_REHEARSAL"
+"""Variable that, set to ``cpu``, runs what is marked ``any_device`` of tests/gpu on CPUs over gloo."""
 REAL_HOME = os.environ.get("HOME", "")
 
 
@@ -113,7 +115,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    has_gpu = shutil.which("nvidia-smi") is not None
+    has_gpu = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+    rehearses = os.environ.get(REHEARSAL) == "cpu"
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
         if tier not in TIERS:
@@ -121,7 +124,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.path}: tests live in tests/{{{','.join(TIERS)}}}, not in {tier!r}"
             )
         item.add_marker(getattr(pytest.mark, tier))
-        if tier == "gpu" and not has_gpu:
+        on_cpu = rehearses and item.get_closest_marker("any_device") is not None
+        if tier == "gpu" and not has_gpu and not on_cpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from picotron_ray.errors import PicotronError
 from picotron_ray.launch import Config, Overrides, reported
 from picotron_ray.runtime.driver.asked_files import refuse_unwritable, write_asked
 
@@ -170,6 +171,32 @@ def bench_mfu(
         )
         found = run.bench(config, overrides or [], options, _say)
         _result(found, report.lines(found), json_file)
+
+
+@benchmarks.command("gpu")
+def bench_gpu(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="where the JSON named by the device goes")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="rehearse every part over gloo")] = False,
+    parts: Annotated[
+        str, typer.Option(help="all, or some of tests, mfu, snapshots, kill, service, with commas between")
+    ] = "all",
+    workers: Annotated[int | None, typer.Option(min=1, help="default: all GPUs; 2 in a rehearsal")] = None,
+    picotron: Annotated[Path | None, typer.Option(help="a checkout of huggingface/picotron")] = None,
+    torchtitan: Annotated[Path | None, typer.Option(help="a checkout of pytorch/torchtitan")] = None,
+) -> None:
+    """All that a machine with GPUs can show: tests, MFU, snapshots, a killed rank. Needs no network.
+
+    Exit code 5: there is no CUDA device. 3: a part failed; the JSON says which and why.
+
+    Example: picotron-ray bench gpu --out docs/gpu
+    """
+    with _reported(None):
+        from picotron_ray.bench.gpu import bench, report
+
+        found = bench.bench(bench.GpuOptions(out, cpu, parts, workers, picotron, torchtitan), _say)
+        _result(found, report.lines(found), None)
+        if found["failed"]:
+            raise PicotronError(f"bench gpu: failed: {', '.join(found['failed'])}")
 
 
 @benchmarks.command("profile")

@@ -247,7 +247,7 @@ class Loop:
             rows=batch.rows,
             flags=self.requests.take(),
             digest=batch.digest,
-            snapshot_cost_s=self.snapshots.cost_s,
+            snapshots_apart_s=self.snapshots.apart_s,
             step_time_s=self._step_time_s,
             sealed=self.snapshots.sealed_step,
             imbalance=load.imbalance,
@@ -341,7 +341,7 @@ class Loop:
         further step would tell it, and where a dead coordinator's checkpoint pins a slot there is no other.
         """
         self.page.phase("flush")
-        self.snapshots.wait_copied()
+        self.snapshots.wait_sealed()
         mine = Contribution(0.0, 0.0, sealed=self.snapshots.sealed_step)
         self.snapshots.observe(self._exchange_apart(mine).sealed)
         self.engine.settle()

@@ -1,9 +1,10 @@
 """Snapshots of one rank's state into host-memory slots, off the critical path.
 
 ``begin`` hands the copy of step k to a background thread. The loop computes step k+1 meanwhile, and calls
-``wait_copied`` before its optimizer writes. DP replicas on one node share the copying. A flush, at the end of
-a generation, holds the next replica's share too (`layout.snapshot_shares`), so that the newest step survives
-any one of them; of a small state it holds all. Every slot carries the ledger lines since the last commit.
+``wait_copied`` before its optimizer writes (`state_copies` says what is waited for on a device). DP replicas
+on one node share the copying. A flush, at the end of a generation, holds the next replica's share too
+(`layout.snapshot_shares`), so that the newest step survives any one of them; of a small state it holds all.
+Every slot carries the ledger lines since the last commit.
 
 Slots grow in the background where a generation writes more than the one before. Until they are large enough,
 snapshots that no checkpoint asks for are skipped; without room for it they still are, and are tried again.
@@ -28,11 +29,12 @@ from picotron_ray.checkpoint.snapshot.replica_split import shared_tensors, split
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
-from picotron_ray.checkpoint.torch_state import StateTensor, buffers, first_nonfinite
+from picotron_ray.checkpoint.torch_state import StateTensor, first_nonfinite
 from picotron_ray.data.batch import samples_of
 from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.snapshot_shares import flushed_shares
+from picotron_ray.train.state_copies import HostCopies, StateCopies
 from picotron_ray.train.update_policy import NON_FINITE
 
 RELEASE_WAIT_S = 30.0
@@ -97,6 +99,7 @@ class Snapshotter:
         on_phase: Callable[[str], None] | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
         growth: Growth = lambda: nullcontext(_unheard),
+        copies: StateCopies | None = None,
     ) -> None:
         """
         Args:
@@ -105,7 +108,9 @@ class Snapshotter:
             on_sealed: told (step, pinned, seconds taken) after each seal, from the background thread.
             extra: what the headers hold besides, as of the state at hand.
             growth: entered while the loop waits for slots to grow; what it yields is called as they do.
+            copies: way of the state into host memory; None: it is there.
         """
+        self._copies = HostCopies() if copies is None else copies
         self._pool, self._writer = pool, writer
         self._whole = [tensor for tensor in state if tensor.primary]
         self._share = split_for_replica(self._whole, writer.index, writer.count)
@@ -114,7 +119,8 @@ class Snapshotter:
         self._kept: SlotKey | None = None
         self._on_sealed, self._on_phase, self._extra, self._growth = on_sealed, on_phase, extra, growth
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._pending: Future[None] | None = None
+        self._pending: Future[None] | None = None  # a copy that the live state is not safe from yet
+        self._sealing: Future[None] | None = None  # the same until its slot is sealed
         self._pending_pinned = False
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._growing: Future[None] | None = None
@@ -130,8 +136,15 @@ class Snapshotter:
         self._grow_if_short()
 
     def begin(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
-        """Start to copy the state at ``step``; return False if no slot is free (skipped and counted)."""
+        """Start to copy the state at ``step``; False if no slot is free, or the one before is not sealed yet.
+
+        Such a snapshot is skipped and counted. A pinned one waits for the one before.
+        """
         self.wait_copied()
+        if self._sealing is not None and not pinned and not self._sealing.done():
+            self.skipped += 1
+            return False
+        self.wait_sealed()
         if self._no_room:
             self._no_room = False
             self._grow_if_short()
@@ -146,7 +159,9 @@ class Snapshotter:
             self.skipped += 1
             return False
         header = self._header(step, tail, (self._writer.index,))
+        self._copies.begin()
         self._pending = self._executor.submit(self._write_if_room, slot, header, self._share, pinned)
+        self._sealing = self._pending
         self._pending_pinned = pinned
         return True
 
@@ -166,14 +181,33 @@ class Snapshotter:
 
         Raises what the copy raised.
         """
+        if self._pending is None and self._sealing is not None and self._sealing.done():
+            self.wait_sealed()
         if self._pending is not None:
             began = time.monotonic()
             pending, self._pending = self._pending, None
-            pending.result()
+            try:
+                self._copies.follow(pending)
+            except Exception:
+                self._sealing = None  # told once
+                raise
             waited_s = time.monotonic() - began
             self.waited_s += waited_s
             if self._pending_pinned:
                 self.pinned_wait_s = waited_s
+
+    def wait_sealed(self) -> None:
+        """Wait until what was begun is sealed too. Raises what its writing raised."""
+        if self._pending is not None:
+            self.wait_copied()
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            sealing.result()
+
+    @property
+    def apart_s(self) -> float:
+        """Seconds that snapshots of this rank are apart at least, from what they have cost so far."""
+        return self._copies.apart_s(self.cost_s)
 
     def observe(self, sealed: int) -> None:
         """Hear that every rank has sealed step ``sealed``: slots with older states may be overwritten."""
@@ -191,7 +225,7 @@ class Snapshotter:
             NumericsError: the state is not finite.
             SlotRoomError: ``pinned``, and there is no room even for this rank's own share.
         """
-        self.wait_copied()
+        self.wait_sealed()
         self._wait_grown()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
@@ -203,6 +237,7 @@ class Snapshotter:
             time.sleep(0.01)
         shares = flushed_shares(self._writer.index, self._writer.count, state_bytes(self._whole))
         for held in (shares, shares[:1]):  # its own alone where there is no room for the other's
+            self._copies.begin()
             try:
                 self._write(slot, self._header(step, tail, held), self._tensors(held), pinned)
             except SlotRoomError as error:
@@ -223,7 +258,7 @@ class Snapshotter:
         """Wait for the copy under way and end the thread. The slots belong to the worker, and stay."""
         self._closing.set()
         self._executor.shutdown(wait=True)
-        self._whole, self._share, self._pending = [], [], None
+        self._whole, self._share, self._pending, self._sealing = [], [], None, None
 
     def _tensors(self, shares: Sequence[int]) -> list[StateTensor]:
         return shared_tensors(self._whole, shares, self._writer.count)
@@ -299,10 +334,11 @@ class Snapshotter:
         self, slot: SlotFile, header: SlotHeader, tensors: Sequence[StateTensor], pinned: bool
     ) -> None:
         began = time.monotonic()
-        self._check(header, tensors)
         shards = tuple(tensor.shard for tensor in tensors)
-        bodies = buffers(tensors, moving=slot.holds(header, shards))
-        slot.write(header, shards, bodies, pinned=pinned, on_phase=self._on_phase)
+        with self._copies.reading():
+            self._check(header, tensors)
+            bodies = self._copies.buffers(tensors, moving=slot.holds(header, shards))
+            slot.write(header, shards, bodies, pinned=pinned, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step

@@ -7,7 +7,7 @@ It carries all that ranks must agree on without a coordinator:
 - the digests of the tokens fed,
 - requests that reached any one rank (stop, snapshot),
 - the newest step that every rank has sealed, as older slots may then be overwritten,
-- the cost of a snapshot, so that all ranks choose the same interval,
+- how far apart snapshots must be at least, so that all ranks choose the same interval,
 - bytes and time of communication, by which all ranks choose the same ways.
 
 All ranks compute the same result from the same numbers, column by column: with thousands of ranks the device
@@ -55,7 +55,7 @@ RECORD = np.dtype(
         ("rows", "<i8", 2),
         ("flags", "<i8"),
         ("digest", "u1", 16),
-        ("snapshot_cost_s", "<f8"),
+        ("snapshots_apart_s", "<f8"),
         ("step_time_s", "<f8"),
         ("sealed", "<i8"),
         ("imbalance", "<f8"),
@@ -87,7 +87,7 @@ class Contribution:
     rows: tuple[int, int] = (0, 0)
     flags: int = 0
     digest: bytes = bytes(16)
-    snapshot_cost_s: float = 0.0
+    snapshots_apart_s: float = 0.0
     step_time_s: float = 0.0
     sealed: int = -1
     imbalance: float | Tensor = 0.0
@@ -114,7 +114,7 @@ class Agreement:
     rows: tuple[tuple[int, int, str], ...]  # per DP replica: first, last (half open), digest
     flags: int
     sealed: int  # newest step that every rank has sealed; -1: none
-    snapshot_interval: int  # steps, from the measured cost
+    snapshot_interval: int  # steps, from the measured cost (`state_copies`)
     imbalance: float = 0.0  # load of the most used expert of any layer / the mean; 0: no experts
     dropped: int = 0  # assignments over capacity, in all layers
     finite: bool = True  # losses and gradient norms of all ranks
@@ -132,7 +132,8 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
             tokens: a bug, with which training must not go on.
     """
     packed = mine.record.tobytes()
-    local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device)
+    # non-blocking: the driver has copied so few pageable bytes when the call returns
+    local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device, non_blocking=True)
     for name, field in (RECORD.fields or {}).items():
         if isinstance(value := getattr(mine, name), Tensor):
             local.view(torch.float64).narrow(0, field[1] // 8, 1).copy_(value)
@@ -160,7 +161,7 @@ def agree(table: np.ndarray, layout: Layout) -> Agreement:
     Args:
         table: of `RECORD`, by rank.
     """
-    cost, step = float(table["snapshot_cost_s"].max()), float(table["step_time_s"].max())
+    apart, step = float(table["snapshots_apart_s"].max()), float(table["step_time_s"].max())
     norms = table["grad_norm"]
     endless = norms[~np.isfinite(norms)]
     # every rank of a stage knows its layers' total: take one of each stage
@@ -176,7 +177,7 @@ def agree(table: np.ndarray, layout: Layout) -> Agreement:
         imbalance=float(table["imbalance"].max()),
         dropped=int(by_stage.sum()),
         finite=not endless.size and bool(np.isfinite(table["loss_sum"]).all()),
-        snapshot_interval=max(1, math.ceil(cost / (0.5 * step))) if step > 0 else 1,
+        snapshot_interval=max(1, math.ceil(apart / step)) if step > 0 else 1,
     )
 
 

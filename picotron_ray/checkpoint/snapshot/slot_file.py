@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,8 @@ class SlotFile:
         Args:
             header: identity of the state.
             shards: what is written, in the order of ``buffers``; reuse the same tuple between steps.
-            buffers: C-contiguous bytes of each shard; None of one that stays as it lies there (`holds`).
+            buffers: C-contiguous bytes of each shard, or an iterator over them in parts, each valid until the
+                next one; None of one that stays as it lies there (`holds`).
             pinned: keep it from being reused until the pin is cleared.
             on_phase: called once with "snapshot" when half of the body is written (scripted faults).
 
@@ -231,15 +232,20 @@ class SlotFile:
             if buffer is None:
                 digests.append(known[at])
                 continue
-            source = np.frombuffer(buffer, dtype=np.uint8)
-            if source.nbytes != shard.nbytes:
+            digest, start, end = xxhash.xxh3_128(), body_at + offset, 0
+            for part in buffer if isinstance(buffer, Iterator) else (buffer,):
+                source = np.frombuffer(part, dtype=np.uint8)
+                begin, end = end, end + source.nbytes
+                if end > shard.nbytes:
+                    break
+                np.copyto(target[start + begin : start + end], source)
+                digest.update(source.data)
+            if end != shard.nbytes:
                 raise SlotError(
-                    f"shard {shard.name}: saw {source.nbytes} bytes, expected {shard.nbytes} for box "
+                    f"shard {shard.name}: saw {end} bytes, expected {shard.nbytes} for box "
                     f"{shard.box.size} of {shard.dtype}; the tensor and its box disagree"
                 )
-            start = body_at + offset
-            np.copyto(target[start : start + source.nbytes], source)
-            digests.append(xxhash.xxh3_128_digest(source.data))
+            digests.append(digest.digest())
             if half is not None and on_phase and offset + shard.nbytes >= half:
                 half = None
                 on_phase("snapshot")

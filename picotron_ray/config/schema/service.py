@@ -176,7 +176,9 @@ class SnapshotConfig(Section):
     """
 
     interval_steps: int | Literal["auto"] = Field(
-        default="auto", description="auto: ceil(copy and digest time / (0.5 x step time)), from measurement"
+        default="auto",
+        description="auto, from measurement: on CPUs ceil(copy and digest time / (0.5 x step time)); on CUDA"
+        " what a snapshot makes steps wait is at most 2 % of them, and one ends before the next begins",
     )
     slots: int = Field(default=3, ge=3, description="snapshot slots per worker")
     folder: str = Field(default="/dev/shm", description="memory file system that holds the slots")

@@ -51,6 +51,7 @@ from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
+from picotron_ray.train.state_copies import StateCopies, state_copies
 from picotron_ray.train.step_sync import STOP
 from picotron_ray.train.update_policy import UpdatePolicy
 
@@ -73,6 +74,7 @@ class GenerationRun:
         self._requests = Requests()
         self._updates = UpdatePolicy(self._job)
         self._interrupted = False
+        self.copies: StateCopies | None = None
         self._initial_weights: int | None = None  # version of those that the run began with
         self._tail = LedgerTail(resources.ledger)
         self._engine: Engine | None = None
@@ -305,6 +307,7 @@ class GenerationRun:
             capacity = max(resources.slot_bytes, flush_bytes(state, writer.index, writer.count))
             count, dead = self._job.snapshot.slots, self._dead_slots()
             resources.pool = SlotPool(resources.folder, resources.worker, count, capacity, dead)
+        self.copies = state_copies(resources.device)
         return Snapshotter(
             pool=resources.pool,
             writer=writer,
@@ -314,6 +317,7 @@ class GenerationRun:
             on_phase=self._copying,
             extra=self._extra,
             growth=lambda: growth_phase(resources.page),
+            copies=self.copies,
         )
 
     def _dead_slots(self) -> bool:

@@ -11,10 +11,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from picotron_ray.checkpoint.shard_service.channel import POLL_S, Endpoint
 from picotron_ray.checkpoint.shard_service.client import RemoteSlot, ShardClient
@@ -22,9 +18,8 @@ from picotron_ray.checkpoint.snapshot.ledger_spill import keep, read, split_mark
 from picotron_ray.checkpoint.snapshot.slot_reader import SlotView
 from picotron_ray.config.schema.service import SnapshotConfig
 from picotron_ray.coordinator.messages import SlotInfo
-from picotron_ray.errors import CorruptError, SlotUnreachableError
+from picotron_ray.errors import CorruptError
 from picotron_ray.runtime.heartbeat import Page
-from picotron_ray.runtime.ray_cluster.names import NAMESPACE, agent_name
 
 log = logging.getLogger(__name__)
 LIMIT_WAITS = 2.0  # x snapshot.fetch_timeout_s: without a sign of this worker for so long, it hangs
@@ -110,30 +105,3 @@ def _fetch_one(slot: RemoteSlot, folder: Path, name: str) -> bool:
         except CorruptError as error:
             raise CorruptError(str(error), where=slot.name) from error
     return bool(data)
-
-
-def find_service(run: str, timeout_s: float, node: str, meanwhile: Callable[[], None]) -> Endpoint:
-    """Ask the agent of a node for its shard service.
-
-    Raises:
-        SlotUnreachableError: there is none, or it does not answer in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    try:
-        agent: Any = ray.get_actor(agent_name(run, node), NAMESPACE)
-        answer = agent.shard_service.remote()
-        while True:
-            meanwhile()
-            try:
-                endpoint: Endpoint = ray.get(answer, timeout=POLL_S)
-                return endpoint
-            except (GetTimeoutError, ActorUnavailableError) as error:
-                if isinstance(error, ActorUnavailableError):  # it is being started again
-                    time.sleep(POLL_S)
-                    answer = agent.shard_service.remote()
-                if time.monotonic() > deadline:
-                    raise SlotUnreachableError(
-                        f"node {node[:8]} did not answer in {timeout_s:g} s"
-                    ) from error
-    except (ValueError, RayError) as error:
-        raise SlotUnreachableError(f"node {node[:8]} has no agent that answers: {error}") from error

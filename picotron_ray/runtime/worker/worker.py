@@ -41,8 +41,8 @@ from picotron_ray.runtime.ray_cluster.private_folder import write_text
 from picotron_ray.runtime.worker.allocator import choose_allocator
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.nccl_settings import prepare_nccl, prepare_recorder
-from picotron_ray.runtime.worker.remote_slots import find_service
 from picotron_ray.runtime.worker.resources import WorkerResources
+from picotron_ray.runtime.worker.slot_service import find_service
 from picotron_ray.runtime.worker.step_telemetry import make_page
 from picotron_ray.runtime.worker.testimony import testify
 from picotron_ray.train.determinism import prepare_cublas

@@ -35,7 +35,7 @@ class Parts:
         self.requests = Requests()
         self.load = ExpertLoad()
         self.in_evaluation = 0  # flag that is raised meanwhile
-        self.cost_s = self.waited_s = self.pinned_wait_s = 0.25
+        self.apart_s = self.waited_s = self.pinned_wait_s = 0.25
         self.sealed_step, self.computing_step = 1, 0
 
     def next(self) -> Any:
@@ -67,6 +67,9 @@ class Parts:
 
     def wait_copied(self) -> None:
         self.log.append("wait_copied")
+
+    def wait_sealed(self) -> None:
+        self.log.append("wait_sealed")
 
     def observe(self, sealed: int) -> None:
         self.log.append(("observe", sealed))
@@ -157,7 +160,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     ]
     second = [{"tokens": 128, **figures}, {"clean": 4}, ("count", 0.5), {"step": 4}]
     end = ["evaluate", {"eval_loss": 0.5, "eval_step": 4}]
-    flush = ["flush", "wait_copied", ("observe", 1), "settle", ("flush", 4, 3, True)]
+    flush = ["flush", "wait_sealed", ("observe", 1), "settle", ("flush", 4, 3, True)]
     assert parts.log == [*step, *first, *step, *second, *end, *flush]
     assert parts.computing_step == 4
     assert made.tail.lines()[0] == OLD
@@ -195,8 +198,8 @@ def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> N
 
 
 def test_the_interval_of_snapshots_follows_their_cost(parts: Parts) -> None:
-    """The first step knows no time; then 1 s beside steps of 0.5 s is one in four."""
-    parts.cost_s = 1.0
+    """The first step knows no time; then 2 s apart in steps of 0.5 s is one in four."""
+    parts.apart_s = 2.0
     loop(parts, job_of(9, snapshot="auto"), 2).run()
     assert [step for _, step, *_ in told(parts, "begin")] == [3, 7]
 

@@ -22,6 +22,7 @@ from picotron_ray.train.micro_batches import MicroBatcher
 from picotron_ray.train.optim.lr_schedule import factor
 from picotron_ray.train.precision.gradient_variability import GradientVariability, part_of_each
 from picotron_ray.train.precision.loss_scaler import GROWTH_STEPS, LossScaler, NoScaling, loss_scaling
+from picotron_ray.train.state_copies import HostCopies
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, agree, exchange
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 def said(**changes: Any) -> Contribution:
     given = {
         "loss_sum": 1.5, "grad_norm": 2.5, "rows": (0, 4), "flags": 0, "digest": b"a" * 16,
-        "snapshot_cost_s": 0.25, "step_time_s": 0.5, "sealed": 6, "imbalance": 1.25, "dropped": 3,
+        "snapshots_apart_s": 0.5, "step_time_s": 0.5, "sealed": 6, "imbalance": 1.25, "dropped": 3,
     }  # fmt: skip
     return Contribution(**{**given, **changes})
 
@@ -43,7 +44,7 @@ def test_ranks_agree_on_sums_maxima_and_minima() -> None:
     records = [
         said(flags=STOP),
         said(rows=(4, 8), digest=b"b" * 16, loss_sum=0.5, grad_norm=9.0, sealed=4, dropped=50),
-        said(flags=SNAPSHOT, snapshot_cost_s=1.25, imbalance=1.75, dropped=7),
+        said(flags=SNAPSHOT, snapshots_apart_s=2.5, imbalance=1.75, dropped=7),
         said(rows=(4, 8), digest=b"b" * 16, step_time_s=0.75, sealed=9, dropped=50),
     ]
     assert agreed(records, Layout(dp=2, pp=2)) == Agreement(
@@ -62,7 +63,7 @@ def test_ranks_agree_on_sums_maxima_and_minima() -> None:
     ("cost", "step", "interval"), [(0.0, 1.0, 1), (1.0, 1.0, 2), (1.1, 1.0, 3), (9.0, 0.0, 1)]
 )
 def test_snapshots_take_half_of_the_time_at_most(cost: float, step: float, interval: int) -> None:
-    records = [said(snapshot_cost_s=cost, step_time_s=step)]
+    records = [said(snapshots_apart_s=HostCopies().apart_s(cost), step_time_s=step)]
     assert agreed(records, Layout()).snapshot_interval == interval
 
 

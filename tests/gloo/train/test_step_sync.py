@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from picotron_ray.layout.layout import Layout
+from picotron_ray.train.state_copies import HostCopies
 from picotron_ray.train.step_sync import SNAPSHOT, STOP, Agreement, Contribution, agree, exchange
 from picotron_ray.train.way_selection import NO_COSTS, Cost
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 
 WIDE = Layout(dp=2, cp=2, tp=2, pp=2)
-ONE = Contribution(1.5, 2.5, (0, 4), STOP, b"0123456789abcdef", 3.0, 2.0, 7, 1.25, 9)
+ONE = Contribution(1.5, 2.5, (0, 4), STOP, b"0123456789abcdef", 6.0, 2.0, 7, 1.25, 9)
 
 
 def contributions() -> list[Contribution]:
@@ -26,7 +27,7 @@ def contributions() -> list[Contribution]:
             rows=((0, 3), (3, 7))[rank // 4 % 2],
             digest=bytes([rank // 4 % 2] * 16),
             flags={3: STOP, 5: SNAPSHOT}.get(rank, 0),
-            snapshot_cost_s=rank / 4,
+            snapshots_apart_s=rank / 2,
             step_time_s=(16 - rank) / 8,
             sealed=20 - rank,
             imbalance=rank % 7,
@@ -59,7 +60,7 @@ def test_numbers_of_all_ranks_become_one() -> None:
     [(0.0, 1.0, 1), (0.5, 1.0, 1), (0.51, 1.0, 2), (1.0, 1.0, 2), (1.01, 1.0, 3), (3.0, 0.0, 1)],
 )
 def test_a_snapshot_costs_half_of_the_time_at_most(cost: float, step: float, interval: int) -> None:
-    found = agreed([replace(ONE, snapshot_cost_s=cost, step_time_s=step)], Layout())
+    found = agreed([replace(ONE, snapshots_apart_s=HostCopies().apart_s(cost), step_time_s=step)], Layout())
     assert found.snapshot_interval == interval
 
 

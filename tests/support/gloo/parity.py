@@ -126,11 +126,16 @@ def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
 
 
 def check(
-    pool: Pool, layout: Layout, global_batch: int, model: ModelConfig = MODEL, actions: tuple[str, ...] = ()
+    pool: Pool,
+    layout: Layout,
+    global_batch: int,
+    model: ModelConfig = MODEL,
+    actions: tuple[str, ...] = (),
+    kind: str = "cpu",
 ) -> list[Result]:
-    """Compare SGD and AdamW with one process; returns the ranks' results of AdamW."""
+    """Compare SGD and AdamW, on devices of a kind, with one process on a CPU; returns AdamW's results."""
     jobs = [make_job(optimizer, global_batch, model, actions=actions) for optimizer in ("sgd", "adamw")]
-    per_rank = pool.run(layout.world_size, run_layout, jobs, layout)
+    per_rank = pool.run(layout.world_size, run_layout, jobs, layout, "", kind)
     for job, ranks in zip(jobs, zip(*per_rank, strict=True), strict=True):
         assert compare(job, layout, list(ranks)) == []
         assert all(rank.stable for rank in ranks), "state() must stay valid for the engine's whole life"

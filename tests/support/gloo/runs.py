@@ -35,13 +35,21 @@ class Run:
     """One run in the pool; this class decides what a coordinator would."""
 
     def __init__(
-        self, pool: Pool, job: JobConfig, folder: Path, origin: Source = FRESH, term: int | None = None
+        self,
+        pool: Pool,
+        job: JobConfig,
+        folder: Path,
+        origin: Source = FRESH,
+        term: int | None = None,
+        kind: str = "cpu",
     ) -> None:
         """
         Args:
             origin: what the first generation starts from.
             term: where a log has claimed one.
+            kind: of the workers' devices.
         """
+        self.kind = kind
         self.pool, self.job, self.folder, self.origin = pool, job, folder, origin
         self.term = next(terms) if term is None else term
         self.layouts: dict[GenerationId, Layout] = {}
@@ -59,7 +67,7 @@ class Run:
         self.layouts[identity] = layout
         self.specs.append(self.last)
         told = str(self.folder / f"abort-{identity.n}")
-        self.pool.start(workers, generation, self.job, self.last, str(self.folder), kill, told)
+        self.pool.start(workers, generation, self.job, self.last, str(self.folder), kill, told, self.kind)
         return workers
 
     def finish(self, layout: Layout) -> None:

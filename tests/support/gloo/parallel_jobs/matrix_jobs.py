@@ -25,6 +25,7 @@ from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.call_order import Called, calls, keep_calls
+from tests.support.gloo.devices import group_options, own_device
 from tests.support.gloo.faults import planted
 from tests.support.gloo.pool import Job
 
@@ -149,7 +150,7 @@ def pieces(state: list[StateTensor]) -> list[Piece]:
             item.shard.box.offset,
             item.shard.box.size,
             item.primary,
-            item.values().clone().numpy(),
+            item.values().cpu().clone().numpy(),
         )
         for item in state
     ]
@@ -184,10 +185,10 @@ class Result:
     calls: list[Called] = field(default_factory=list)  # of the whole generation, with the last result
 
 
-def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
+def train(job: JobConfig, layout: Layout, rank: int, groups: Any, device: torch.device = CPU) -> Result:
     """Build, take STEPS steps, and evaluate before the last: the step after must not notice."""
     result = Result()
-    engine = build_engine(job, layout, rank, groups, CPU)
+    engine = build_engine(job, layout, rank, groups, device)
     engine.initialise(job.seed)
     result.applied = engine.applied
     before = [address(item) for item in engine.state()]
@@ -209,18 +210,21 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any) -> Result:
     return result
 
 
-def run_layout(job: Job, configs: list[JobConfig], layout: Layout, plant: str = "") -> list[Result]:
+def run_layout(
+    job: Job, configs: list[JobConfig], layout: Layout, plant: str = "", kind: str = "cpu"
+) -> list[Result]:
     """One rank of one layout in a fresh generation, one training per config.
 
-    ``plant`` names a fault (see `planted`).
+    ``plant`` names a fault (see `planted`); ``kind`` of device: ``cpu`` or ``cuda``.
     """
     keep_calls()
-    groups = job.groups()
+    device = own_device(kind)
+    groups = job.groups(**group_options(device))
     groups.connect()
     undo = planted(plant, job.rank) if plant else None
     try:
-        results = [train(config, layout, job.rank, groups) for config in configs]
-        results[-1].calls = calls()
+        results = [train(config, layout, job.rank, groups, device) for config in configs]
+        results[-1].calls = calls() if kind == "cpu" else []  # NCCL's have other names
         return results
     finally:
         if undo is not None:

@@ -56,7 +56,7 @@ def spoiled(feed: StepBatch) -> StepBatch:
 def loop_of(config: JobConfig, layout: Layout, rank: int, engine: Engine, feeds: Iterator[StepBatch]) -> Loop:
     """The training loop, without a service around it."""
     snapshots = SimpleNamespace(wait_copied=lambda: None, observe=lambda sealed: None)
-    snapshots.cost_s, snapshots.sealed_step, snapshots.waited_s, snapshots.pinned_wait_s = 0.0, -1, 0.0, 0.0
+    snapshots.apart_s, snapshots.sealed_step, snapshots.waited_s, snapshots.pinned_wait_s = 0.0, -1, 0.0, 0.0
     return Loop(
         job=config,
         layout=layout,

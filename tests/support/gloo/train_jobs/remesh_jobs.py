@@ -23,7 +23,7 @@ from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.runtime.worker.slot_restore import SlotRestore
-from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
+from tests.support.gloo.devices import own_device
 from tests.support.gloo.pool import Job
 
 RESOURCES: dict[str, WorkerResources] = {}
@@ -34,7 +34,7 @@ def worker_name(pid: int) -> str:
     return f"worker-{pid}"
 
 
-def resources_of(config: JobConfig, folder: Path) -> WorkerResources:
+def resources_of(config: JobConfig, folder: Path, kind: str = "cpu") -> WorkerResources:
     """What this process keeps of a run between its generations."""
     if config.name not in RESOURCES:
         RESOURCES.clear()  # runs of earlier tests
@@ -44,7 +44,7 @@ def resources_of(config: JobConfig, folder: Path) -> WorkerResources:
             worker=name,
             node="node",
             folder=folder,
-            device=CPU,
+            device=own_device(kind),
             data=build_dataset(config.data, config.model.vocab_size, config.seed, folder),
             page=Page(folder / f"{name}.page", config.elastic),
             storage=partial(open_storage, config.storage, config.name),
@@ -58,14 +58,20 @@ def no_service(node: str, meanwhile: Callable[[], None]) -> Endpoint:
 
 
 def generation(
-    job: Job, config: JobConfig, spec: GenerationSpec, folder: str, kill: tuple[int, int, str], told: str
+    job: Job,
+    config: JobConfig,
+    spec: GenerationSpec,
+    folder: str,
+    kill: tuple[int, int, str],
+    told: str,
+    kind: str = "cpu",
 ) -> Outcome:
     """Take part in a generation; rank ``kill[0]`` dies from step ``kill[1]`` on, entering phase ``kill[2]``.
 
     Args:
         told: a file that stands for the coordinator's order to abort.
     """
-    home = resources_of(config, Path(folder))
+    home = resources_of(config, Path(folder), kind)
 
     def on_phase(step: int, phase: str) -> None:
         rank, first, wanted = kill

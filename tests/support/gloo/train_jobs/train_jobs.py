@@ -15,6 +15,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import build_engine
+from picotron_ray.train.step_sync import Contribution, exchange
+from tests.support.gloo.devices import group_options, own_device
 from tests.support.gloo.parallel_jobs.group_jobs import open_files
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, batch
 from tests.support.gloo.pool import Job
@@ -90,13 +92,16 @@ def watch(groups: Any, told: Path) -> None:
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-def aborted_at_random(job: Job, config: JobConfig, layout: Layout, rounds: int) -> list[tuple[float, float]]:
+def aborted_at_random(
+    job: Job, config: JobConfig, layout: Layout, rounds: int, kind: str = "cpu"
+) -> list[tuple[float, float]]:
     """Per round: when the abort was ordered, and when this rank had left its step."""
-    moments = []
+    moments, device = [], own_device(kind)
     for number in range(rounds):
-        groups = Job(job.host, job.port, f"{job.prefix}/{number}", job.rank, job.world_size).groups()
+        again = Job(job.host, job.port, f"{job.prefix}/{number}", job.rank, job.world_size)
+        groups = again.groups(**group_options(device))
         groups.connect()
-        engine = build_engine(config, layout, job.rank, groups, CPU)
+        engine = build_engine(config, layout, job.rank, groups, device)
         engine.initialise(config.seed)
         feed = batch(config, layout, layout.coordinates(job.rank).dp, 1)
         ordered: list[float] = []
@@ -111,7 +116,8 @@ def aborted_at_random(job: Job, config: JobConfig, layout: Layout, rounds: int) 
             while True:
                 engine.forward_backward(feed)
                 engine.reduce()
-                engine.clip()
+                exchange(Contribution(0.0, engine.clip()), layout, device)  # which the host waits for
+                groups.check()  # as the loop does: one rank alone has no operation that an abort ends
                 engine.optimizer_step(0.01)
         except Exception as error:
             if not groups.lost_peer(error):

@@ -1,0 +1,283 @@
+"""Way of the state out of the device for a snapshot: what is read when, by which thread and stream.
+
+On CPUs the thread of snapshots copies straight from the live tensors into the slot. The copy itself is the
+cost: it takes a core or memory bandwidth from the step, hidden or not, so that it may take half of the time.
+
+On CUDA it runs beside the step, on a stream of its own:
+
+1. ``begin``, on the training thread, records an event behind the last update. The own stream waits for it, so
+   that it reads what that update has written, and waits for nothing that comes later.
+2. The thread of snapshots queues copies into a ring of page-locked chunks, as many as are free, and drains
+   each into the slot, with its digest, once its event has come. The ring bounds the memory, not the state.
+3. ``follow``, on the training thread before the optimizer's first write, waits until the last copy is queued;
+   its stream then waits for that copy's event. The host waits for neither copy nor digest.
+
+Live tensors are not freed while they are read: they are the engine's for its whole life, and the snapshotter
+joins its thread, which has waited for its stream, before the engine goes. What is made on the own stream
+(a contiguous copy) is freed on it. An abort leaves a slot unsealed, or one that is whole.
+
+What a snapshot costs a step is then what the loop and its stream waited, at most 2 % of the steps between two
+of them; and one must end before the next begins. Of the device's memory bandwidth a copy takes what the bus
+carries, a hundredth. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from picotron_ray.checkpoint.torch_state import StateTensor, buffers
+from picotron_ray.comm.collectives.exposed import ExposedTime
+
+HOST_SHARE, DEVICE_SHARE = 0.5, 0.02
+"""Largest share of time that snapshots may take: of copying on CPUs, of waiting for copies on CUDA."""
+CHUNK_BYTES, CHUNKS = 32 << 20, 4
+"""Of the ring: 128 MiB of page-locked memory a worker."""
+
+MOST_TIMES = 999
+
+log = logging.getLogger(__name__)
+
+
+class CopyTimes(NamedTuple):
+    """Times of one snapshot by the device's events, in seconds.
+
+    Fields:
+        copy_s: on the own stream, from the first copy to the end of the last.
+        exposed_s: of that, what the stream that trains has waited before the optimizer's first write.
+        host_wait_s: what the training thread has waited until the last copy was queued.
+    """
+
+    copy_s: float
+    exposed_s: float
+    host_wait_s: float
+
+
+class StateCopies(Protocol):
+    """Way of the state into host memory.
+
+    Fields:
+        taken: times of the newest snapshots, by the device's events; none without a device.
+    """
+
+    taken: list[CopyTimes]
+
+    def begin(self) -> None:
+        """Take the state as it is now; called on the training thread before a snapshot is handed over."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Be entered by the thread that reads the state, for as long as it does."""
+
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
+        """Yield what `SlotFile.write` takes, one for each tensor."""
+
+    def follow(self, pending: Future[None]) -> None:
+        """Return once the state may be written by what the training thread does or queues from now on.
+
+        Raises what the copy has raised.
+        """
+
+    def apart_s(self, cost_s: float) -> float:
+        """Seconds that two snapshots are apart at least; ``cost_s``: what one takes, digest included."""
+
+
+class HostCopies:
+    """Straight from tensors in host memory."""
+
+    def __init__(self) -> None:
+        self.taken: list[CopyTimes] = []
+
+    def begin(self) -> None:
+        """Do nothing: `follow` waits until all is read."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
+        return buffers(state, moving=moving)
+
+    def follow(self, pending: Future[None]) -> None:
+        pending.result()
+
+    def apart_s(self, cost_s: float) -> float:
+        return cost_s / HOST_SHARE
+
+
+class DeviceCopies:
+    """Beside the work of a CUDA device; see the module."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._chunks = page_locked_chunks()
+        self._ready: torch.cuda.Event | None = None
+        self._read: torch.cuda.Event | None = None  # behind the last copy
+        self._queued = threading.Event()  # the last copy is, or none will be
+        self._exposed = ExposedTime(device)
+        self._host_wait_s = self._stall_s = 0.0
+        self._first = torch.cuda.Event(enable_timing=True)  # before the first copy
+        self.taken: list[CopyTimes] = []
+
+    def begin(self) -> None:
+        self._count()
+        self._exposed.begin()
+        self._host_wait_s, self._read = 0.0, None
+        self._queued.clear()
+        self._ready = torch.cuda.current_stream(self._device).record_event()
+
+    def _count(self) -> None:
+        """Take the times of the snapshot before: sealed, and the host has waited for the device since."""
+        if self._read is None:
+            return
+        copy_s = self._first.elapsed_time(self._read) / 1e3
+        found = CopyTimes(copy_s, self._exposed.seconds, self._host_wait_s)
+        stalled_s = found.exposed_s + found.host_wait_s
+        self._stall_s = 0.8 * self._stall_s + 0.2 * stalled_s if self._stall_s else stalled_s
+        self.taken = [*self.taken[-MOST_TIMES:], found]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        assert self._ready is not None
+        try:
+            with torch.cuda.stream(self._stream):  # of this thread: streams are a thread's own choice
+                self._stream.wait_event(self._ready)
+                self._first.record(self._stream)
+                try:
+                    yield
+                finally:
+                    self._stream.synchronize()  # nothing reads live tensors any more, whatever was raised
+        finally:
+            self._queued.set()
+
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
+        """Yield the parts of each tensor of the device as they arrive; others as `torch_state.buffers` does.
+
+        Where the host reads some by itself (offloaded or encoded moments), `follow` waits for the whole.
+        """
+        assert self._ready is not None
+        copied = [entry for entry in state if not (moving and entry.still) and entry.shard.box.numel]
+        pieces = [piece for entry in copied if self._is_ours(entry) for piece in pieces_of(entry)]
+        transfer = CopyRing(self._stream, self._chunks, pieces)
+        if all(self._is_ours(entry) for entry in copied):
+            transfer.on_queued = self._all_queued
+            transfer.queue()
+        else:
+            self._ready.synchronize()  # the device may still be writing what the host reads
+        return self._each(state, moving, transfer)
+
+    def _each(self, state: Sequence[StateTensor], moving: bool, transfer: CopyRing) -> Iterator[Any]:
+        for entry in state:
+            if (moving and entry.still) or not entry.shard.box.numel or not self._is_ours(entry):
+                yield from buffers([entry], moving=moving)
+            else:
+                yield transfer.parts(len(pieces_of(entry)))
+
+    def _is_ours(self, entry: StateTensor) -> bool:
+        tensor = entry.tensor
+        return isinstance(tensor, Tensor) and tensor.device.type == self._device.type
+
+    def _all_queued(self, last: torch.cuda.Event) -> None:
+        self._read = last
+        self._queued.set()
+
+    def follow(self, pending: Future[None]) -> None:
+        began = time.monotonic()
+        self._queued.wait()
+        if self._read is None:  # it has failed, or the host reads
+            pending.result()
+        self._host_wait_s = time.monotonic() - began
+        if self._read is not None:
+            with self._exposed.waiting():
+                torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    def apart_s(self, cost_s: float) -> float:
+        return max(self._stall_s / DEVICE_SHARE, cost_s)
+
+
+Piece = Callable[[], Tensor]
+"""Makes a part of a tensor, as bytes on the device."""
+
+
+def pieces_of(entry: StateTensor) -> list[Piece]:
+    """Cut a tensor into parts of a chunk at most, in the order of its bytes."""
+    assert isinstance(entry.tensor, Tensor)
+    live = entry.tensor.detach()
+
+    def part(start: int) -> Tensor:
+        return live.contiguous().view(-1).view(torch.uint8)[start : start + CHUNK_BYTES]
+
+    return [partial(part, start) for start in range(0, live.numel() * live.element_size(), CHUNK_BYTES)]
+
+
+class CopyRing:
+    """Copies of pieces into a ring of chunks, in order, as far ahead as chunks are free.
+
+    Args:
+        stream: the current one of the thread that calls this.
+
+    Fields:
+        on_queued: hears the event of the last copy, once that is queued.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, chunks: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+        self._stream, self._free, self._left = stream, list(chunks), deque(pieces)
+        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+        self.on_queued: Callable[[torch.cuda.Event], None] = lambda last: None
+
+    def queue(self) -> None:
+        """Start copies into all chunks that are free."""
+        while self._left and self._free:
+            source, chunk = self._left.popleft()(), self._free.pop()
+            target = chunk[: source.numel()]
+            start_copy(target, source)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._stream)
+            self._under_way.append((chunk, target, event))
+            if not self._left:
+                self.on_queued(event)
+
+    def parts(self, count: int) -> Iterator[Any]:
+        """Yield the next ``count`` parts as they arrive; each is valid until the next one is asked for."""
+        for _ in range(count):
+            self.queue()
+            chunk, target, event = self._under_way.popleft()
+            event.synchronize()
+            yield target.numpy()
+            self._free.append(chunk)
+
+
+def start_copy(target: Tensor, source: Tensor) -> None:
+    """Queue a copy on the current stream."""
+    target.copy_(source, non_blocking=True)
+
+
+def page_locked_chunks() -> list[Tensor]:
+    """Make the ring; of pageable memory, and said so, where the driver locks none."""
+    shape = (CHUNKS, CHUNK_BYTES)
+    try:
+        ring = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # torch.AcceleratorError is one too
+        why = str(error).splitlines()[0]
+        log.warning(
+            "no page-locked memory for %d MiB of snapshot copies (%s): they go through pageable memory, which"
+            " is slower; lower the number of workers of this node, or raise its limit of locked memory",
+            CHUNKS * CHUNK_BYTES >> 20,
+            why,
+        )
+        ring = torch.empty(shape, dtype=torch.uint8)
+    return list(ring)
+
+
+def state_copies(device: torch.device) -> StateCopies:
+    """Choose the way of a device."""
+    return DeviceCopies(device) if device.type == "cuda" else HostCopies()

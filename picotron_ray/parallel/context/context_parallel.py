@@ -151,7 +151,14 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
 
 class ContextAttention:
-    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
+    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal.
+
+    Args:
+        length: tokens of a whole row.
+        softcap: bound of scores; None: there is none.
+        compiled: whether torch.compile traces the caller. Rows with documents are left to Python then: each
+            number of them would be compiled for anew.
+    """
 
     def __init__(
         self,
@@ -160,6 +167,8 @@ class ContextAttention:
         length: int,
         backend: Backend,
         softcap: float | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._group, self._variant, self._backend, self._softcap = group, variant, backend, softcap
         ranks = range(group.size())
@@ -167,6 +176,7 @@ class ContextAttention:
         self._order = self._positions.flatten().argsort()
         self._documents = DocumentCache(self._of_row)
         self._kernel: LseKernel | None = None
+        self._attend_documents = torch.compiler.disable(self._attend) if compiled else self._attend
 
     def _of_row(self, documents: Tensor) -> RowDocuments:
         assert self._kernel is not None
@@ -174,6 +184,12 @@ class ContextAttention:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        attend = self._attend if documents is None else self._attend_documents
+        return attend(q, k, v, documents, window)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None
     ) -> Tensor:
         if self._kernel is None:
             self._kernel = lse_kernel(self._backend, q.device, self._softcap)
@@ -211,7 +227,7 @@ def apply_context_parallel(
         rows = attention_kernel(plan.backend, compiled=compiled, softcap=plan.softcap)
         kernel = UlyssesAttention(group, rows)
     else:
-        kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap)
+        kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap, compiled=compiled)
     shard = SequenceShard(plan.length, group.size(), group.rank())
     found = named_modules(model, plan.modules)
     for module in found:

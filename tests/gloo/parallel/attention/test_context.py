@@ -250,6 +250,31 @@ def test_one_rank_alone_attends_to_its_whole_row(
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_blocks_leave_numbers_of_documents_alone(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Left to the compiler, every other number of them would be compiled for."""
+    same: Any = lambda x, *_, **__: x  # noqa: E731
+    monkeypatch.setattr(context_parallel, "gather_sequence", same)
+    monkeypatch.setattr(context_parallel, "reduce_scatter_sequence", same)
+    monkeypatch.setattr(context_parallel, "lse_kernel", lambda *_: FlashKernel(TorchFlash()))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    group: Any = FakeGroup(1)
+    attention = ContextAttention(group, "all-gather", LENGTH, "flash", compiled=compiled)
+    run = torch.compile(lambda *given: attention(*given) * 1.0, dynamic=False, backend="eager")
+    made, q, k, v = [], *(rows(i, n) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    with emulated(), warnings.catch_warnings(action="ignore"):
+        for step in range(2, 10):
+            numbers = (torch.arange(LENGTH) // step).repeat(2, 1)
+            torch.testing.assert_close(run(q, k, v, numbers), sdpa(q, k, v, numbers))
+            made.append(counters["frames"]["total"])
+    torch._dynamo.reset()
+    assert len(set(made)) == 1 if compiled else len(set(made)) > 3, "frames compiled, after each of them"
+
+
 def test_attention_modules_get_the_kernel_and_their_tokens() -> None:
     group: Any = FakeGroup(3)
     model = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])

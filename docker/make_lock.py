@@ -35,7 +35,7 @@ NVCC = (
 TOOLS = ("cyclonedx-bom>=7,<8", "pip-audit>=2.9,<3", "pip>=25.1")
 CUDA_ONLY = re.compile(r"^(torch|triton|cuda-[a-z-]+|nvidia-(?!ml-py)[a-z0-9-]+)==")
 """What torch's CUDA build brings with it."""
-FLASH = ("flash-attn>=2.6,<3", "einops")
+FLASH = ("flash-attn>=2.7,<3", "einops")
 HEAD = "# Made by `make lock` (docker/make_lock.py): do not edit.\n"
 
 

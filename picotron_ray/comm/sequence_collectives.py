@@ -1,4 +1,4 @@
-"""Collectives along the sequence: gather and reduce-scatter (sequence parallel), ring shift (context)."""
+"""Collectives along the sequence: gather, reduce-scatter (sequence parallel), shift, exchange (context)."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     result = torch.empty_like(cut[0])
     reduce_scatter_single(result, cut.flatten(0, 1), group=group)
     return result
+
+
+def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all: part i of a contiguous ``x [ranks, ...]`` goes to rank i; returns what came from each."""
+    received, issued = torch.empty_like(x), Issued(group, ring_share(size_bytes(x), group.size()))
+    dist.all_to_all_single(received, x, group=group)
+    issued.end()
+    return received
 
 
 class Shift:

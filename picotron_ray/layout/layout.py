@@ -17,7 +17,7 @@ from picotron_ray.layout.uneven import counts_name, span
 
 _LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")
 
-ContextVariant = Literal["ring", "all-gather"]
+ContextVariant = Literal["ring", "all-gather", "ulysses"]
 Zero = Literal[0, 1, 2, 3]
 
 
@@ -136,6 +136,11 @@ class Layout:
         """Whether ranks wait for each other inside forward and backward passes, besides a pipeline's hops."""
         sharded = self.zero > 0 and self.replicas > 1
         return sharded or max(self.tp, self.cp, self.ep) > 1
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row that attention has keys of: cp, or 1 where it has whole rows of some heads."""
+        return 1 if self.context == "ulysses" else self.cp
 
     @property
     def stages(self) -> int:
@@ -278,7 +283,9 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
         if self.cp > 1:
-            parts.append(f"cp{self.cp}" + ("-gather" if self.context == "all-gather" else ""))
+            parts.append(
+                f"cp{self.cp}" + {"ring": "", "all-gather": "-gather", "ulysses": "-ulysses"}[self.context]
+            )
         if self.ep > 1:
             parts.append(f"ep{self.ep}")
         if self.zero:

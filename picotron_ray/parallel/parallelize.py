@@ -175,7 +175,7 @@ def _context_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator
     cp, layout = mesh.group("cp"), mesh.layout
     if cp is None:
         return
-    count = apply_context_parallel(model, cp, plan.attention, layout.context)
+    count = apply_context_parallel(model, cp, plan.attention, layout.context, compiled=plan.compiled)
     for module in named_modules(model, plan.positions):
         module.shard = SequenceShard(plan.attention.length, cp.size(), cp.rank())
     yield f"context parallel over {layout.cp}, {layout.context}, {count} modules"

@@ -11,6 +11,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import HALF_A_SUM, DeviceProfile, PassCost
 from picotron_ray.planner.kept_activations import STATE_BYTES, casts
 from picotron_ray.planner.model_sizes import sizes_of
+from picotron_ray.planner.sent_bytes import exchanged_width
 
 
 class PassTimes(NamedTuple):
@@ -65,19 +66,24 @@ def context_passes(
 ) -> PassTimes:
     """Context-parallel traffic.
 
-    The keys and values of the other ranks arrive once forward and once backward. Their gradients (in fp32 or
-    wider) go back. The ring sends part by part and calls its kernel once per part; the all-gather calls
-    it twice. A block's ``kernel_s`` bounds what another call costs, a third of it forward.
+    The keys and values of the other ranks arrive once forward and once backward, and their gradients go back.
+    The ring sends part by part and calls its kernel once per part; the all-gather calls it twice. A block's
+    ``kernel_s`` bounds what another call costs, a third of it forward. Ulysses exchanges queries, keys and
+    values, and then results: two all-to-alls forward and two backward.
     """
     if layout.cp == 1:
         return NOTHING
     others, item = layout.cp - 1, COMPUTE_BYTES[job.precision]
     crosses = any(size % (layout.cp * layout.tp) for size in node_sizes)
+    if layout.context == "ulysses":
+        moved = micro_batch_tokens(job, layout) * exchanged_width(job) / layout.tp * others / layout.cp
+        once = moved * item / link(profile, crosses) + 2 * math.log2(layout.cp) * profile.latency_s
+        return PassTimes(2 * once, once)
     elements = others * micro_batch_tokens(job, layout) * 2 * job.model.key_width / layout.tp
     calls = (others if layout.context == "ring" else math.log2(layout.cp)) * profile.latency_s
     launches = (others if layout.context == "ring" else 1) * profile.kernel_s
     forward = elements * item / link(profile, crosses) + calls + launches / 3
-    backward = elements * (item + STATE_BYTES[job.precision]) / link(profile, crosses) + 2 * calls
+    backward = elements * 2 * item / link(profile, crosses) + 2 * calls
     return PassTimes(forward + backward + launches * 2 / 3, forward)
 
 

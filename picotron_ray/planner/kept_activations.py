@@ -87,7 +87,7 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
 
     Tensor parallelism cuts all of it where it comes with sequence parallelism, but for `_whole`.
     """
-    sizes, of, item = sizes_of(job.model), kept_by_kind(job, layout.cp), COMPUTE_BYTES[job.precision]
+    sizes, of, item = sizes_of(job.model), kept_by_kind(job, layout), COMPUTE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     whole = {} if layout.offload_activations else _whole(job, layout)
@@ -184,9 +184,9 @@ def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
 
     There is a document mask for every row and every micro-batch in flight, and one window mask. Where some
     blocks have no window there are two of each. Kernels that are told where documents start need no mask.
-    Where cp cuts rows, masks are made per tile and not kept.
+    Where attention has parts of rows, masks are made per tile and not kept.
     """
-    if not attention_masks(job, layout.cp):
+    if not attention_masks(job, layout.row_parts):
         return 0.0
     kinds = 2 if job.data.document_masks and windowed(job) and job.model.full_attention_every else 1
     one = kinds * job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
@@ -201,12 +201,16 @@ def casts(job: JobConfig) -> bool:
     return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
 
 
-def kept_by_kind(job: JobConfig, cp: int) -> dict[RecomputeKind, float]:
+def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
     """Bytes per token that a block keeps for backward, by the treatment of its activations.
 
     Under autocast the residual stream stays wide, and every projection casts its own input.
     """
-    sizes, item, scores = sizes_of(job.model), COMPUTE_BYTES[job.precision], score_bytes(job, cp)
+    sizes, item, scores = (
+        sizes_of(job.model),
+        COMPUTE_BYTES[job.precision],
+        score_bytes(job, layout.row_parts),
+    )
     wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
@@ -214,7 +218,7 @@ def kept_by_kind(job: JobConfig, cp: int) -> dict[RecomputeKind, float]:
     if casts(job) and job.kernels.projections == "separate":
         whole += sizes.recast
     return {
-        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job) + scores.kept,
+        "kept": whole * item + 2 * wider + _routing(job) + _unfused(job, layout.cp) + scores.kept,
         "full": sizes.hidden * item + wider,
         "selective": sizes.products * item + wider + scores.products,
         "int8": _packed(job, whole) + scores.kept / item * ACTIVATION_8BIT_BYTES,
@@ -235,10 +239,10 @@ class ScoreBytes(NamedTuple):
     at_work: float = 0.0
 
 
-def score_bytes(job: JobConfig, cp: int) -> ScoreBytes:
+def score_bytes(job: JobConfig, parts: int) -> ScoreBytes:
     """Bytes of scores that are capped by the formulas; other kernels are taken to keep none.
 
-    Over parts of rows (``cp``) they are made again in the backward pass.
+    Over ``parts`` of rows they are made again in the backward pass.
     """
     model, item = job.model, COMPUTE_BYTES[job.precision]
     capped = model.builder is None and model.attention_softcap is not None
@@ -246,8 +250,8 @@ def score_bytes(job: JobConfig, cp: int) -> ScoreBytes:
         return ScoreBytes()
     each, wide = float(model.heads * job.data.sequence_length), max(4, item)
     narrow = item if item < wide else 0
-    if cp > 1:
-        return ScoreBytes(at_work=2 * each * wide / cp)
+    if parts > 1:
+        return ScoreBytes(at_work=2 * each * wide / parts)
     return ScoreBytes(each * (item + wide + narrow), each * item, each * (wide + narrow))
 
 
@@ -281,18 +285,21 @@ def _routing(job: JobConfig) -> int:
     return indices + wide * STATE_BYTES[job.precision]
 
 
-def _unfused(job: JobConfig) -> float:
-    """Further bytes per token that a block keeps on CPUs.
+def _unfused(job: JobConfig, cp: int) -> float:
+    """Further bytes per token that a block keeps on CPUs, or under context parallelism.
 
-    Torch's RMSNorm has no kernel there and keeps its scaled input. The result of attention is copied into
-    rows for the output projection.
+    The result of attention is copied into rows for the output projection. Torch's RMSNorm has no kernel on
+    CPUs and keeps its scaled input.
     """
     model = job.model
-    if job.cluster.device != "cpu" or model.builder is not None:
+    if model.builder is not None:
         return 0.0
+    copied = model.query_width * COMPUTE_BYTES[job.precision]
+    if job.cluster.device != "cpu":
+        return float(copied) if cp > 1 else 0.0
     closed = norm_kernel(job, "cpu") == "closed-form"
     normed = 0 if closed else sizes_of(model).rms_normed
-    return normed * STATE_BYTES[job.precision] + model.query_width * COMPUTE_BYTES[job.precision]
+    return float(normed * STATE_BYTES[job.precision] + copied)
 
 
 def _by_kind(again: RecomputedBlocks) -> dict[RecomputeKind, int]:
@@ -303,7 +310,7 @@ def offloaded_activations(job: JobConfig, layout: Layout, rank: int, again: Reco
     """Bytes that a pipeline rank's blocks send to the host, and get back, per micro-batch."""
     if not layout.offload_activations:
         return 0.0
-    of = kept_by_kind(job, layout.cp)
+    of = kept_by_kind(job, layout)
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
     held = sum(of[kind] * number for kind, number in _by_kind(again).items())

@@ -81,7 +81,7 @@ def memory_floor(job: JobConfig, leanest: Sequence[Layout]) -> MemoryFloor:
         leanest: one for each ZeRO stage that they have, with the fewest copies.
     """
     layout = leanest[0]
-    sizes, of = sizes_of(job.model), kept_by_kind(job, layout.cp)
+    sizes, of = sizes_of(job.model), kept_by_kind(job, layout)
     tokens = job.data.sequence_length // layout.cp
     cut = layout.tp if sizes.sequence_cut else 1
     quantized = job.layout.recompute != "auto" and is_quantized(job.layout.recompute)

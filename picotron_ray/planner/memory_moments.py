@@ -150,7 +150,7 @@ def rank_moments(
         depth=depth,
         flying=flying,
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
-        at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.cp).at_work)
+        at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
         + _largest_matrix(job, layout) * (item + narrow),
         head_copy=head * item if casts(job) else 0.0,
         logits=logit_bytes(job, layout, tokens, head * (item + narrow), flying) if head else HeadBytes(),

@@ -75,15 +75,23 @@ def _hops(job: JobConfig, layout: Layout, rank: int) -> float:
     return _hidden(job, layout) * stream_widths(job)[1] * (after + before) / cut
 
 
+def exchanged_width(job: JobConfig) -> int:
+    """Values of a token that Ulysses exchanges in a block: queries, keys, values and results."""
+    return 2 * job.model.query_width + 2 * job.model.key_width
+
+
 def _context(job: JobConfig, layout: Layout, again: RecomputedBlocks) -> float:
-    """Of a micro-batch: keys and values forward and backward, and their gradients in the wide precision."""
+    """Of a micro-batch: keys and values forward and backward, and their gradients; or heads that change."""
     if layout.cp == 1:
         return 0.0
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
-    values = tokens * 2 * job.model.key_width / layout.tp
-    others, item, wide = layout.cp - 1, COMPUTE_BYTES[job.precision], STATE_BYTES[job.precision]
+    others, item = layout.cp - 1, COMPUTE_BYTES[job.precision]
+    if layout.context == "ulysses":
+        one = tokens * exchanged_width(job) / layout.tp * others / layout.cp * item
+        return one * (2 * again.depth + again.repeated)
+    values = tokens * 2 * job.model.key_width / layout.tp * item
     back = layout.cp if layout.context == "ring" else others
-    return values * (again.depth * (2 * others * item + back * wide) + again.full * others * item)
+    return values * (again.depth * (2 * others + back) + again.repeated * others)
 
 
 def _experts(job: JobConfig, layout: Layout, again: RecomputedBlocks) -> float:

@@ -99,7 +99,7 @@ def _stage_plan(
 ) -> StagePlan:
     attention = AttentionPlan(
         definition.attention,
-        attention_backend(job, device, layout),
+        attention_backend(job, device),
         job.data.sequence_length,
         job.model.sliding_window if windowed(job) else None,
         job.model.attention_softcap,
@@ -133,17 +133,17 @@ def _stage_plan(
     )
 
 
-def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> Backend:
+def attention_backend(job: JobConfig, device: torch.device) -> Backend:
     """Return the attention backend that runs.
 
     Raises:
         LayoutError: the one that the job asks for does not run here.
     """
-    problem = attention_problem(job, device.type, layout.cp)
+    problem = attention_problem(job, device.type)
     if problem:
         raise LayoutError(f"kernels.attention: {problem}")
     asked = job.kernels.attention
-    return attention_backends(job, device.type, layout.cp)[0] if asked == "auto" else asked
+    return attention_backends(job, device.type)[0] if asked == "auto" else asked
 
 
 def mixtures_of(

@@ -17,10 +17,17 @@ from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.attention import sdpa
-from picotron_ray.models.layers.document_mask import document_numbers, same_document
+from picotron_ray.models.layers.document_mask import document_numbers
 from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, MathKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
+from picotron_ray.parallel.attention.tile_documents import TileDocuments
+from picotron_ray.parallel.context.ring_attention import (
+    LseMerge,
+    RowDocuments,
+    TileAttention,
+    ring_tiles,
+)
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.merged_parts import merged
 
@@ -46,29 +53,75 @@ def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 # --- kernels with log-sum-exp ----------------------------------------------------------------------------
 
+PACKAGED = [("flash-attn", BF16), ("flash-attn", FP16)]
 
-@pytest.mark.parametrize(("backend", "dtype"), HALF + EFFICIENT + [("math", FP32)], ids=str)
+
+def kernel_of(backend: Any) -> LseKernel:
+    if backend == "flash-attn":
+        pytest.importorskip("flash_attn")
+    return lse_kernel(backend, CUDA)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), HALF + PACKAGED + EFFICIENT + [("math", FP32)], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
     ("queries", "keys", "causal"),
     [(256, 256, True), (128, 256, False), (256, 128, False), (100, 100, True), (50, 100, False)],
 )
-def test_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int, causal: bool) -> None:
-    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, KeyMask(causal))
+def test_parts(
+    backend: Any, dtype: torch.dtype, kv_heads: int, queries: int, keys: int, causal: bool
+) -> None:
+    check_parts(kernel_of(backend), dtype, queries, keys, KeyMask(causal), kv_heads)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), EFFICIENT, ids=str)
-@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (128, 256), (100, 100), (37, 91)])
-def test_masked_parts(backend: Any, dtype: torch.dtype, queries: int, keys: int) -> None:
-    numbers = torch.arange(max(queries, keys), device=CUDA)[None] // 19
-    mask = same_document(numbers[:, :queries], numbers[:, :keys]).repeat(2, 1, 1, 1)
-    mask[1, :, :5] = False  # queries that see nothing
-    check_parts(lse_kernel(backend, CUDA), dtype, queries, keys, KeyMask(False, mask))
+@pytest.mark.parametrize(("backend", "dtype"), [HALF[0], *PACKAGED, *EFFICIENT], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "left"),
+    [
+        (256, 256, True, 0),
+        (256, 256, True, 33),
+        (100, 256, False, 190),
+        (90, 90, False, 0),
+        (37, 91, False, 80),
+    ],
+)
+def test_windows_of_parts(
+    backend: Any, dtype: torch.dtype, kv_heads: int, queries: int, keys: int, causal: bool, left: int
+) -> None:
+    """Counted from the last query and the last key, as the tiles of context parallelism do."""
+    check_parts(kernel_of(backend), dtype, queries, keys, KeyMask(causal, left), kv_heads)
 
 
-def check_parts(kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, seen: KeyMask) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), [HALF[0], *PACKAGED, *EFFICIENT], ids=str)
+@pytest.mark.parametrize("left", [None, 80])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(256, 256, True), (100, 100, True), (90, 91, False), (37, 91, False)]
+)
+def test_documents_of_parts(
+    backend: Any, dtype: torch.dtype, left: int | None, queries: int, keys: int, causal: bool
+) -> None:
+    """Of its own keys, or of those before it, of whose last document it goes on with a few tokens or all."""
+    of_keys = torch.arange(keys, device=CUDA) // 19
+    of_queries = of_keys
+    if not causal:
+        after = (torch.arange(queries, device=CUDA) + keys % 19) // 19
+        of_queries = of_keys[-1] + after
+    last = int(torch.stack((of_keys[-1], of_queries[-1])).max()) + 1
+    numbers = [torch.stack((x, x + last)).to(torch.int32) for x in (of_queries, of_keys)]
+    if not causal:
+        numbers[0][1] = int(numbers[1][1, -1])
+    seen = KeyMask(causal, left, TileDocuments(*numbers, count=int(max(x.max() for x in numbers)) + 1))
+    check_parts(kernel_of(backend), dtype, queries, keys, seen, 2)
+
+
+def check_parts(
+    kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, seen: KeyMask, kv_heads: int
+) -> None:
     """Output, log-sum-exp and gradients, and nothing where nothing is seen."""
     q, k, v, grad = (
-        random(i, 2, 4, length, 64, dtype=dtype) for i, length in enumerate((queries, keys, keys, queries))
+        random(i, 2, heads, length, 64, dtype=dtype)
+        for i, (heads, length) in enumerate(((4, queries), (kv_heads, keys), (kv_heads, keys), (4, queries)))
     )
     wide, formulas = [x.double() for x in (q, k, v)], MathKernel()
     wanted, level = formulas.forward(*wide, seen)
@@ -88,16 +141,37 @@ def check_parts(kernel: LseKernel, dtype: torch.dtype, queries: int, keys: int, 
 
 
 @pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize(
     ("backend", "dtype", "masked"),
-    [(*each, False) for each in HALF + EFFICIENT] + [(*each, True) for each in EFFICIENT],
+    [(*each, False) for each in HALF + PACKAGED + EFFICIENT]
+    + [(*each, True) for each in [*HALF[:2], *PACKAGED, *EFFICIENT]],
     ids=str,
 )
-def test_merged_parts(backend: Any, dtype: torch.dtype, masked: bool, variant: str) -> None:
+def test_merged_parts(
+    backend: Any, dtype: torch.dtype, masked: bool, window: int | None, variant: str
+) -> None:
     """Rows of 6 x 16 and 6 x 50 tokens, the latter of no multiple of 32."""
+    if backend == "cudnn" and window is not None:
+        pytest.skip("refused")
     for row in (96, 300):
-        far = merged(lse_kernel(backend, CUDA), variant, masked, dtype, CUDA, row)
-        assert max(far) <= TOLERANCE[dtype]
+        far = merged(kernel_of(backend), variant, masked, dtype, CUDA, row, window)
+        assert max(far if window != 1 else (far[0], far[2])) <= TOLERANCE[dtype]
+
+
+def test_the_host_waits_once_for_the_documents_of_a_micro_batch() -> None:
+    """Not raising is the claim: parts of rows ask for nothing more than their number."""
+    numbers, kernel = packed(3, 192), lse_kernel("flash", CUDA)
+    at = torch.arange(192, device=CUDA).view(2, 96)
+    documents = RowDocuments(numbers, at, kernel.counts_documents)
+    q, kv = random(0, 3, 4, 96, 64, dtype=BF16), random(1, 2, 3, 2, 96, 64, dtype=BF16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend, merge = TileAttention(kernel, 1, documents), LseMerge(q)
+        for theirs in (0, 1):
+            attend.forward(merge, q, kv, ring_tiles(1, theirs, 2, 96, None), theirs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- whole rows ------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
     layout = _layout(job, workers, device)
     pins = [f"layout.{key}={getattr(layout, key)}" for key in PINNED]
     if job.model.builder is None and job.kernels.attention == "auto":
-        pins.append(f"kernels.attention={attention_backends(job, device, layout.cp)[0]}")
+        pins.append(f"kernels.attention={attention_backends(job, device)[0]}")
     return Setting("base", "engine", changed(job, pins), layout)
 
 

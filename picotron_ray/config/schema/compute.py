@@ -70,10 +70,11 @@ class LayoutConfig(Section):
     ep: Degree = Field(
         default="auto", description="ranks that share the experts of a block; folded over dp x cp"
     )
-    context: Literal["ring", "all-gather"] = Field(
+    context: Literal["ring", "all-gather", "ulysses"] = Field(
         default="ring",
         description="how attention sees the keys of other ranks, where cp > 1: ring holds three parts of"
-        " them at a time (its own, the one at hand, the one coming), all-gather all of them",
+        " them at a time (its own, the one at hand, the one coming), all-gather all of them, ulysses whole"
+        " rows of 1/cp of the heads (cp divides the key heads of a tensor-parallel rank)",
     )
     zero: Zero | Literal["auto"] = Field(
         default="auto",
@@ -170,8 +171,7 @@ class KernelsConfig(Section):
         description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
         " cudnn are torch's, flash-attn needs the extra flash, math is the formulas. On CUDA flash and"
         " flash-attn (bf16, fp16) take data.document_masks and windows without a mask in memory, efficient"
-        " (fp32 too) and math with one, cudnn takes neither; with layout.cp > 1 flash and cudnn take no"
-        " document_masks, and flash-attn is not offered",
+        " (fp32 too) and math with one, cudnn takes neither, under layout.cp as without",
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         default="auto",

@@ -22,25 +22,21 @@ def windowed(job: JobConfig) -> bool:
     return window is not None and window < job.data.sequence_length
 
 
-def attention_backends(job: JobConfig, device: str, cp: int) -> list[Backend]:
+def attention_backends(job: JobConfig, device: str) -> list[Backend]:
     """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
-    Context parallelism needs kernels that give their log-sum-exp. Masks and windows need those that
-    take them, adaptive precision needs those that fp32 has too, and ``kernels.deterministic`` those whose
-    backward pass has a deterministic way. Scores are capped by the formulas, and over whole rows by the
-    package flash-attn, which auto does not take: it may not be there.
+    All of them give their log-sum-exp too, for parts of rows (context parallelism). Masks and windows need
+    those that take them, adaptive precision needs those that fp32 has too, and ``kernels.deterministic``
+    those whose backward pass has a deterministic way. Scores are capped by the formulas and by the package
+    flash-attn, which auto does not take: it may not be there.
     """
     if job.model.attention_softcap is not None:
-        packaged = device == "cuda" and cp == 1 and "flash-attn" in _on_cuda(job)
+        packaged = device == "cuda" and "flash-attn" in _on_cuda(job)
         return ["math", "flash-attn"] if packaged else ["math"]
     if device == "cpu":
         return ["flash", "math"]
-    without: set[Backend] = {"flash-attn"} if cp > 1 else set()
-    if job.data.document_masks or windowed(job) or job.kernels.deterministic:
-        without.add("cudnn")
-    if job.data.document_masks and cp > 1:  # a part of a row: no sequence of its own
-        without.add("flash")
-    return [backend for backend in _on_cuda(job) if backend not in without]
+    masked = job.data.document_masks or windowed(job) or job.kernels.deterministic
+    return [backend for backend in _on_cuda(job) if not (masked and backend == "cudnn")]
 
 
 def _on_cuda(job: JobConfig) -> list[Backend]:
@@ -55,16 +51,15 @@ def _on_cuda(job: JobConfig) -> list[Backend]:
     return ["efficient", "math"]
 
 
-def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
+def attention_problem(job: JobConfig, device: str) -> str | None:
     """Explain why ``kernels.attention`` cannot be had there; None where it can."""
     asked = job.kernels.attention
-    offered = attention_backends(job, device, cp)
+    offered = attention_backends(job, device)
     if asked == "auto" or asked in offered:
         return None
     cuda, heads = device == "cuda", job.model.head_size
     said = {
         f"{device} with precision {job.precision}": True,
-        "context parallelism": cp > 1,
         "document masks": job.data.document_masks,
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
@@ -72,18 +67,20 @@ def attention_problem(job: JobConfig, device: str, cp: int) -> str | None:
         f"heads of {heads}": cuda and (heads % 8 > 0 or heads > WIDEST_HEAD),
     }
     where = " and ".join(words for words, met in said.items() if met)
-    private = ", whose backward pass over a part of a row is private" if cuda and cp > 1 else ""
-    why = private if asked == "flash-attn" else ""
-    return f"saw {asked}{why}, expected auto or one of {', '.join(offered)} on {where}"
+    return f"saw {asked}, expected auto or one of {', '.join(offered)} on {where}"
 
 
-def attention_masks(job: JobConfig, cp: int) -> bool:
-    """Whether attention over whole rows gets masks as tensors; true where the device is not known yet."""
-    if cp > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
+def attention_masks(job: JobConfig, parts: int) -> bool:
+    """Whether attention keeps masks as tensors; true where the device is not known yet.
+
+    Args:
+        parts: of a row that attention has keys of; over parts, masks are made per tile and not kept.
+    """
+    if parts > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
         return False
     asked = job.kernels.attention
     if asked == "auto" and (job.cluster.device == "cuda" or job.model.attention_softcap is not None):
-        asked = attention_backends(job, "cuda", cp)[0]
+        asked = attention_backends(job, "cuda")[0]
     # flash-attn and CUDA's flash are told where documents start and how far a query looks back
     return asked != "flash-attn" and (asked != "flash" or job.cluster.device != "cuda")
 
@@ -130,5 +127,7 @@ def compiles(job: JobConfig) -> bool:
 
 def compiles_whole(job: JobConfig, device: str, layout: Layout) -> bool:
     """Whether a compiled block is one graph: nothing inside communicates, or waits for a number."""
-    counts_documents = job.data.document_masks and not attention_masks(job, layout.cp) and device == "cuda"
+    counts_documents = (
+        job.data.document_masks and not attention_masks(job, layout.row_parts) and device == "cuda"
+    )
     return layout.tp == layout.cp == 1 and not job.model.moe.experts and not counts_documents

@@ -204,6 +204,7 @@ def _layout(job: JobConfig) -> Iterator[Problem]:
         replicate=copies,
         recompute=asked.recompute if asked.recompute != "auto" else "none",
         micro_batch=least_micro_batch(job, degrees.dp) if asked.micro_batch == "auto" else asked.micro_batch,
+        context=asked.context,
         placement=placement(job),
         offload_activations=asked.offload_activations,
     )

@@ -179,16 +179,15 @@ def _attention(job: JobConfig) -> Iterator[Problem]:
             ("model.builder",),
         )
         return
-    least = 1 if job.layout.cp == "auto" else job.layout.cp
     # auto is judged again once the machines are known; here some device must offer the kernel
     devices = ("cpu", "cuda") if job.cluster.device == "auto" else (job.cluster.device,)
-    problems = [attention_problem(job, device, least) for device in devices]
+    problems = [attention_problem(job, device) for device in devices]
     problem = problems[-1]
     if problem and all(problems):
         yield Problem(
             "kernels.attention",
             problem,
-            ("cluster.device", "precision", "layout.cp", "data.document_masks", DETERMINISTIC),
+            ("cluster.device", "precision", "data.document_masks", DETERMINISTIC),
         )
 
 

@@ -22,7 +22,7 @@ from picotron_ray.config.validation.schedules import (
     virtual_stages,
 )
 from picotron_ray.config.validation.uneven import uneven_problems
-from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.layout import ContextVariant, Layout
 from picotron_ray.layout.recompute_policy import is_selective, stage_words
 from picotron_ray.layout.schedules import SCHEDULES, schedule_of
 
@@ -39,7 +39,7 @@ def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
     """Every rule that ``layout`` breaks for this model and batch; empty where it fits."""
     return [
         *_tensor_problems(job, layout.tp),
-        *_context_problems(job, layout.cp, layout.tp),
+        *_context_problems(job, layout.cp, layout.tp, layout.context),
         *_fp8_problems(job, layout.cp, layout.tp),
         *_grouped_problems(job, layout.tp),
         *_expert_problems(job, layout),
@@ -138,19 +138,20 @@ def _recompute_problems(layout: Layout) -> Iterator[LayoutProblem]:
         yield LayoutProblem("layout.recompute", ("layout.zero", "layout.ep", "layout.dp", "layout.cp"), text)
 
 
-def _context_problems(job: JobConfig, cp: int, tp: int) -> Iterator[LayoutProblem]:
+def _context_problems(job: JobConfig, cp: int, tp: int, context: ContextVariant) -> Iterator[LayoutProblem]:
     if cp == 1:
         return
     if job.model.builder is not None:
         yield LayoutProblem("layout.cp", (), f"saw {cp}; a model of your own keeps its rows whole: use cp=1")
         return
-    length, window = job.data.sequence_length, job.model.sliding_window
-    if window is not None and window < length:
+    length, keys = job.data.sequence_length, job.model.kv_heads // tp
+    if context == "ulysses" and keys % cp:  # query heads are a multiple of them
+        each = f" / tp={tp}" if tp > 1 else ""
         text = (
-            f"saw {cp} with model.sliding_window={window} below data.sequence_length={length}: attention over"
-            " parts of a row knows no windows; use cp=1"
+            f"saw {cp} with layout.context=ulysses, which does not divide model.kv_heads={job.model.kv_heads}"
+            f"{each}: each key head goes to one rank; use ring or all-gather"
         )
-        yield LayoutProblem("layout.cp", ("model.sliding_window", "data.sequence_length"), text)
+        yield LayoutProblem("layout.cp", ("layout.context", "model.kv_heads", "layout.tp"), text)
     if length % (2 * cp):
         text = f"saw {cp}: data.sequence_length={length} does not divide into 2 x {cp} chunks"
         yield LayoutProblem("layout.cp", ("data.sequence_length",), text)
@@ -322,7 +323,7 @@ def fitting_degrees(job: JobConfig, workers: int, above: int = 0) -> list[Degree
                 continue
             pipelines = groups // pp
             for cp in _up_to(pipelines) if job.layout.cp != 1 else (1,):
-                if any(_context_problems(job, cp, tp)) or any(_fp8_problems(job, cp, tp)):
+                if any(_context_problems(job, cp, tp, job.layout.context)) or any(_fp8_problems(job, cp, tp)):
                     continue
                 most = min(pipelines // cp, job.data.global_batch)
                 for dp in range(above // (tp * pp * cp) + 1, most + 1):

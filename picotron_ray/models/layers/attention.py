@@ -139,6 +139,7 @@ class Attention(nn.Module):
         k = rotate(self.normed(k, self.k_norm).transpose(1, 2), self.rope, self.shard).to(v.dtype)
         if self.query_times != 1.0:
             q = q * self.query_times
-        window = self.window if self.window is not None and self.window < q.size(2) else None
+        row = q.size(2) if self.shard is None else self.shard.length
+        window = self.window if self.window is not None and self.window < row else None
         out = self.kernel(q, k, v, documents, window)
         return self.wo(out.transpose(1, 2).flatten(2))

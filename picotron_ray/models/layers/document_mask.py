@@ -37,7 +37,7 @@ def same_document(queries: Tensor, keys: Tensor) -> Tensor:
 
     Numbers of documents ``[batch, q]`` and ``[batch, k]`` → bool ``[batch, 1, q, k]``.
     """
-    return queries[:, None, :, None] == keys[:, None, None, :]
+    return queries.unsqueeze(1).unsqueeze(3) == keys.unsqueeze(1).unsqueeze(1)
 
 
 def seen_in_row(row: int, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
@@ -56,6 +56,25 @@ def seen_in_row(row: int, documents: Tensor | None, window: int | None, device: 
     return seen[None, None] if documents is None else seen & same_document(documents, documents)
 
 
+def _first_tokens(documents: Tensor) -> Tensor:
+    """Mask of tokens with which a document starts; a row starts one, whatever the row before ends with."""
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return first
+
+
+def numbered_through(documents: Tensor) -> Tensor:
+    """Number documents through the batch, from 0: no two rows have the same number.
+
+    Args:
+        documents: numbers ``[batch, row]``.
+
+    Returns: int32, of the same shape.
+    """
+    first = _first_tokens(documents).flatten()
+    return (first.cumsum(dim=0, dtype=torch.int32) - 1).view_as(documents)
+
+
 def document_starts(documents: Tensor) -> Tensor:
     """Starts of documents in rows laid end to end, as kernels for sequences of varied length take them.
 
@@ -67,6 +86,5 @@ def document_starts(documents: Tensor) -> Tensor:
     Returns: int32 ``[documents + 1]``, the last being ``batch x row``. How many there are is in the data: the
         host waits for a GPU to say it.
     """
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = _first_tokens(documents)
     return F.pad(first.flatten().nonzero().flatten(), (0, 1), value=first.numel()).to(torch.int32)

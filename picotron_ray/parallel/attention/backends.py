@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError, install_extra
 from picotron_ray.models.layers.document_mask import document_starts, seen_in_row
 from picotron_ray.models.layers.softcap import capped_attention
+from picotron_ray.parallel.attention.flash_operators import Sequences, TorchFlash
 from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
 RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
@@ -67,21 +68,24 @@ class AttentionPlan:
         return f"{self.backend} attention{within}"
 
 
-class DocumentCache:
-    """Cache of tensors that are made from document numbers, for all layers of a micro-batch.
+Made = TypeVar("Made")
+
+
+class DocumentCache(Generic[Made]):
+    """Cache of what is made from document numbers, for all layers of a micro-batch.
 
     The key is the numbers' own tensor, which a micro-batch keeps for its whole life. Another micro-batch in
-    flight, or a repeated forward pass, may make the tensor again but never gets another's.
+    flight, or a repeated forward pass, may make it again but never gets another's.
 
     Args:
-        make: makes the tensor from the numbers ``[batch, row]`` and further arguments.
+        make: makes it from the numbers ``[batch, row]`` and further arguments.
     """
 
-    def __init__(self, make: Callable[..., Tensor]) -> None:
+    def __init__(self, make: Callable[..., Made]) -> None:
         self._make = make
-        self._documents, self._made = torch.empty(0), dict[tuple[Any, ...], Tensor]()
+        self._documents, self._made = torch.empty(0), dict[tuple[Any, ...], Made]()
 
-    def __call__(self, documents: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, documents: Tensor, *rest: Any) -> Made:
         if documents is not self._documents:
             self._documents, self._made = documents, {}
         if rest not in self._made:  # layers with a window and without are two
@@ -220,8 +224,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | 
     """Torch's FlashAttention-2 with documents or a window, on CUDA in bf16 and fp16.
 
     It calls the operator under ``torch.nn.attention.varlen.varlen_attn`` as that function does. The operator
-    takes whole batches too, which then need not be laid end to end. It has the arguments below in torch 2.11
-    to 2.13.
+    takes whole batches too, which then need not be laid end to end.
 
     Args:
         q: ``[batch, heads, row, head]``; k, v ``[batch, kv_heads, row, head]``.
@@ -230,15 +233,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | 
 
     Returns: ``[batch, heads, row, head]``.
     """
-    row, looks_back = q.size(-2), -1 if window is None else window - 1
-    q, k, v = to_flash_layout(q, k, v, ends_meet=starts is not None)
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, starts, starts, row, row, 0.0),
-        window is None,  # causal; with a window that is its right side
-        False,
-        window_size_left=looks_back,
-        window_size_right=0,
-    )
+    row = q.size(-2)
+    heads = to_flash_layout(q, k, v, ends_meet=starts is not None)
+    left = None if window is None else window - 1
+    of = Sequences(None if starts is None else (starts, starts), (row, row), left, causal=True)
+    out, _ = TorchFlash().forward(heads[0], heads[1], heads[2], of)
     return _from_flash_layout(out, row)
 
 

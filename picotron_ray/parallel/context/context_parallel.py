@@ -1,7 +1,7 @@
 """Context parallelism: every row is cut over the cp ranks, and attention sees the keys of all of them.
 
 Rank i holds chunks i and 2n-1-i of 2n (``models.parameters.SequenceShard``), which balances causal attention.
-There are two variants, both exact:
+There are three variants, all exact:
 
 - ``ring`` (Liu et al. 2023): keys and values travel round the ranks while each computes with the part that it
   has. In the backward pass their gradients travel along. A rank holds its own part, the current one and the
@@ -11,9 +11,12 @@ There are two variants, both exact:
 - ``all-gather`` (Dubey et al. 2024): keys and values are gathered first, their gradients reduce-scattered.
   It needs one collective where the ring has n - 1, and memory for whole rows of keys. It is cheap under
   grouped queries.
+- ``ulysses`` (``ulysses``): heads instead of tokens are cut during attention.
+
+Keys and values travel with the heads that they have, however many query heads share them, and they and their
+gradients in the type of products. Gradients are added up in fp32 or wider where they arrive.
 
 Every rank knows the documents of the whole row (``models.layers.document_mask``), so masks need no exchange.
-Each is made when it is used, of the document numbers of its queries and keys.
 
 ``ring_attention`` has the tiles and the merging of their results.
 """
@@ -31,24 +34,28 @@ from picotron_ray.config.support.kernels import Backend
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import ContextVariant
 from picotron_ray.models.parameters import SequenceShard
-from picotron_ray.parallel.attention.backends import AttentionPlan
+from picotron_ray.parallel.attention.backends import (
+    AttentionPlan,
+    DocumentCache,
+    RowAttention,
+    attention_kernel,
+)
 from picotron_ray.parallel.attention.lse_kernels import LseKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
 from picotron_ray.parallel.context.ring_attention import (
-    DocumentNumbers,
     LseMerge,
+    RowDocuments,
     TileAttention,
     gathered_tiles,
-    ring_tile,
+    ring_tiles,
+    visits,
 )
+from picotron_ray.parallel.context.ulysses import UlyssesAttention
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``.
-
-    ``documents [ranks, b, s]``: numbers of the tokens of each rank, or None.
-    """
+    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``."""
 
     @staticmethod
     def forward(
@@ -57,47 +64,45 @@ class _Ring(torch.autograd.Function):
         kv: Tensor,
         kernel: LseKernel,
         group: dist.ProcessGroup,
-        documents: Tensor | None,
+        documents: RowDocuments | None,
+        window: int | None,
     ) -> Tensor:
         ranks, mine = group.size(), group.rank()
-        attend, merge, held = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q), kv
-        for step in range(ranks):
+        attend, merge, held = TileAttention(kernel, mine, documents), LseMerge(q), kv
+        for step, theirs in enumerate(visits(mine, ranks)):
             coming = Shift(held, group) if step < ranks - 1 else None
-            theirs = (mine - step) % ranks
-            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
-            attend.forward(merge, q, held, tile, numbers)
+            attend.forward(merge, q, held, ring_tiles(mine, theirs, ranks, q.size(-2), window), theirs)
             if coming is not None:
                 held = coming.wait()
         out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse, documents)
-        ctx.attend, ctx.group = attend, group
+        ctx.save_for_backward(q, kv, out, merge.lse)
+        ctx.attend, ctx.group, ctx.window = attend, group, window
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        q, kv, out, lse, documents = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
         group, ranks, mine = ctx.group, ctx.group.size(), ctx.group.rank()
         saved, held = (gradients[0], q, out, lse), kv
         dq = torch.zeros_like(q, dtype=lse.dtype)
         total = None  # gradient of the current keys, summed over the ranks that they have visited
-        for step in range(ranks):
+        for step, theirs in enumerate(visits(mine, ranks)):
             coming = Shift(held, group) if step < ranks - 1 else None
             carried = Shift(total, group, tag=1) if total is not None else None
-            theirs = (mine - step) % ranks
-            tile, numbers = ring_tile(mine, theirs, q.size(-2)), _numbers(documents, mine, theirs)
+            tiles = ring_tiles(mine, theirs, ranks, q.size(-2), ctx.window)
             dkv = torch.zeros_like(held, dtype=lse.dtype)
-            ctx.attend.backward(tile, numbers, saved, held, dq, dkv)
-            total = dkv if carried is None else dkv.add_(carried.wait())
+            ctx.attend.backward(tiles, saved, held, dq, dkv, theirs)
+            total = (dkv if carried is None else dkv.add_(carried.wait())).to(kv.dtype)
             if coming is not None:
                 held = coming.wait()
         assert total is not None
-        return dq.to(q.dtype), Shift(total, group, tag=1).wait().to(kv.dtype), None, None, None
+        return dq.to(q.dtype), Shift(total, group, tag=1).wait(), None, None, None, None
 
 
 class _Gathered(torch.autograd.Function):
     """All-gather attention, with shapes as of `_Ring`.
 
-    ``order``: the place of each position in the gathered keys; ``numbers``: with the whole row as keys.
+    ``order``: the place of each position in the gathered keys.
     """
 
     @staticmethod
@@ -107,35 +112,28 @@ class _Gathered(torch.autograd.Function):
         kv: Tensor,
         kernel: LseKernel,
         group: dist.ProcessGroup,
+        documents: RowDocuments | None,
+        window: int | None,
         order: Tensor,
-        numbers: DocumentNumbers,
     ) -> Tensor:
-        attend, merge = TileAttention(kernel, q.size(1), kv.size(2)), LseMerge(q)
-        whole = _whole(kv, group, order)
-        for tile in gathered_tiles(group.rank(), group.size(), q.size(-2)):
-            attend.forward(merge, q, whole, tile, numbers)
+        attend, merge = TileAttention(kernel, group.rank(), documents), LseMerge(q)
+        tiles = gathered_tiles(group.rank(), group.size(), q.size(-2), window)
+        attend.forward(merge, q, _whole(kv, group, order), tiles)
         out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse, order, *numbers)
-        ctx.attend, ctx.group = attend, group
+        ctx.save_for_backward(q, kv, out, merge.lse, order)
+        ctx.attend, ctx.group, ctx.tiles = attend, group, tiles
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        q, kv, out, lse, order, *numbers = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse, order = ctx.saved_tensors
         whole = _whole(kv, ctx.group, order)  # gathered again rather than kept
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(whole, dtype=lse.dtype)
-        saved = (gradients[0], q, out, lse)
-        for tile in gathered_tiles(ctx.group.rank(), ctx.group.size(), q.size(-2)):
-            ctx.attend.backward(tile, DocumentNumbers(*numbers), saved, whole, dq, dkv)
-        by_rank = torch.empty_like(dkv)
-        by_rank[..., order, :] = dkv
+        ctx.attend.backward(ctx.tiles, (gradients[0], q, out, lse), whole, dq, dkv)
+        by_rank = torch.empty_like(whole)
+        by_rank[..., order, :] = dkv.to(kv.dtype)
         mine = reduce_scatter_sequence(_flat(by_rank), ctx.group)
-        return dq.to(q.dtype), _unflat(mine, kv).to(kv.dtype), None, None, None, None
-
-
-def _numbers(documents: Tensor | None, mine: int, theirs: int) -> DocumentNumbers:
-    """Document numbers of one rank's queries and another's keys."""
-    return DocumentNumbers() if documents is None else DocumentNumbers(documents[mine], documents[theirs])
+        return dq.to(q.dtype), _unflat(mine, kv), None, None, None, None, None
 
 
 def _flat(kv: Tensor) -> Tensor:
@@ -153,7 +151,14 @@ def _whole(kv: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
 
 class ContextAttention:
-    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal."""
+    """Attention kernel for the model: a rank's queries over the keys of all cp ranks, causal.
+
+    Args:
+        length: tokens of a whole row.
+        softcap: bound of scores; None: there is none.
+        compiled: whether torch.compile traces the caller. Rows with documents are left to Python then: each
+            number of them would be compiled for anew.
+    """
 
     def __init__(
         self,
@@ -162,51 +167,67 @@ class ContextAttention:
         length: int,
         backend: Backend,
         softcap: float | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._group, self._variant, self._backend, self._softcap = group, variant, backend, softcap
-        ranks = group.size()
-        gathered = [at for index in range(ranks) for at in SequenceShard(length, ranks, index).positions()]
-        self._gathered = torch.tensor(gathered)  # positions, rank by rank
-        self._order = self._gathered.argsort()
+        ranks = range(group.size())
+        self._positions = torch.tensor([SequenceShard(length, len(ranks), i).positions() for i in ranks])
+        self._order = self._positions.flatten().argsort()
+        self._documents = DocumentCache(self._of_row)
         self._kernel: LseKernel | None = None
+        self._attend_documents = torch.compiler.disable(self._attend) if compiled else self._attend
+
+    def _of_row(self, documents: Tensor) -> RowDocuments:
+        assert self._kernel is not None
+        return RowDocuments(documents, self._positions, self._kernel.counts_documents)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
     ) -> Tensor:
-        if window is not None:
-            raise LayoutError(f"layout.cp: saw a window of {window}, which parts of rows do not know; use 1")
+        attend = self._attend if documents is None else self._attend_documents
+        return attend(q, k, v, documents, window)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None
+    ) -> Tensor:
         if self._kernel is None:
-            self._kernel, self._order = (
-                lse_kernel(self._backend, q.device, self._softcap),
-                self._order.to(q.device),
-            )
-            self._gathered = self._gathered.to(q.device)
-        kv, by_rank = torch.stack((k, v)), None
-        if documents is not None:
-            by_rank = documents[:, self._gathered].unflatten(1, (self._group.size(), -1)).transpose(0, 1)
+            self._kernel = lse_kernel(self._backend, q.device, self._softcap)
+            self._order, self._positions = self._order.to(q.device), self._positions.to(q.device)
+        numbers = None if documents is None else self._documents(documents)
         with torch.autocast(q.device.type, enabled=False):  # wide results stay wide
+            common = (q, torch.stack((k, v)), self._kernel, self._group, numbers, window)
             if self._variant == "ring":
-                return _Ring.apply(q, kv, self._kernel, self._group, by_rank)
-            numbers = (
-                DocumentNumbers()
-                if by_rank is None
-                else DocumentNumbers(by_rank[self._group.rank()], documents)
-            )
-            return _Gathered.apply(q, kv, self._kernel, self._group, self._order, numbers)
+                return _Ring.apply(*common)
+            return _Gathered.apply(*common, self._order)
 
 
 def apply_context_parallel(
-    model: nn.Module, group: dist.ProcessGroup, plan: AttentionPlan, variant: ContextVariant
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    plan: AttentionPlan,
+    variant: ContextVariant,
+    *,
+    compiled: bool = False,
 ) -> int:
     """Make the attention modules of ``model`` work on this rank's tokens; returns their number.
 
-    Raises LayoutError where the model names none, or a row does not divide.
+    Args:
+        compiled: whether torch.compile traces the modules.
+
+    Raises:
+        LayoutError: the model names none, a row does not divide, or a kernel is not there.
     """
     if not plan.modules:
         raise LayoutError("layout.cp: this model does not say which of its modules are attention; use cp=1")
     if plan.length % (2 * group.size()):
         raise LayoutError(f"layout.cp: saw rows of {plan.length} tokens for 2 x {group.size()} chunks")
-    kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap)
+    kernel: RowAttention
+    if variant == "ulysses":
+        rows = attention_kernel(plan.backend, compiled=compiled, softcap=plan.softcap)
+        kernel = UlyssesAttention(group, rows)
+    else:
+        kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap, compiled=compiled)
     shard = SequenceShard(plan.length, group.size(), group.rank())
     found = named_modules(model, plan.modules)
     for module in found:

@@ -1,33 +1,54 @@
 """Tiles of attention that a context-parallel rank computes, and the merging of their results.
 
-Partial results are merged by their log-sum-exp, in fp32 or wider. Keys that several query heads share are
-expanded for the kernel only, never for transfers.
+Partial results are merged by their log-sum-exp, in fp32 or wider.
+
+Without a window, a tile spans both chunks of a rank where it can: fewer and larger calls. With one, positions
+must be next to each other for a kernel to count them, so each tile is of one chunk of queries and one chunk
+of keys. What no query of it sees is cut off beforehand, and tiles of which nothing is seen are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from picotron_ray.models.layers.document_mask import same_document
-from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel
+from picotron_ray.models.layers.document_mask import numbered_through
+from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, wide
+from picotron_ray.parallel.attention.tile_documents import TileDocuments
 
 ALL = slice(None)
 
 
 class AttentionTile(NamedTuple):
-    """One kernel call: a range of local queries, a range of the current keys, and whether it is causal."""
+    """One kernel call: ranges of local queries and of current keys, and what they see (`KeyMask`)."""
 
     queries: slice
     keys: slice
     causal: bool
+    left: int | None = None
 
 
-def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
-    """Tile of rank ``mine`` with the keys of rank ``theirs``; both hold ``length`` tokens."""
+def ring_tiles(mine: int, theirs: int, ranks: int, length: int, window: int | None) -> list[AttentionTile]:
+    """Tiles of rank ``mine`` with the keys of rank ``theirs``; both hold ``length`` tokens."""
     half = length // 2
+    if window is None:
+        return [_ring_tile(mine, theirs, half)]
+    chunks = (0, ranks * 2 - 1)
+    found = []
+    for query_at, last in enumerate(chunks):
+        queries = abs(last - mine)
+        for key_at, last_key in enumerate(chunks):
+            keys = abs(last_key - theirs)
+            tile = _chunk_tile(queries * half, keys * half, half, window)
+            if tile is not None:
+                found.append(_moved(tile, query_at * half - queries * half, key_at * half - keys * half))
+    return found
+
+
+def _ring_tile(mine: int, theirs: int, half: int) -> AttentionTile:
     if theirs < mine:
         return AttentionTile(ALL, slice(0, half), False)
     if theirs > mine:
@@ -35,24 +56,57 @@ def ring_tile(mine: int, theirs: int, length: int) -> AttentionTile:
     return AttentionTile(ALL, ALL, True)
 
 
-def gathered_tiles(mine: int, ranks: int, length: int) -> list[AttentionTile]:
+def gathered_tiles(mine: int, ranks: int, length: int, window: int | None) -> list[AttentionTile]:
     """Tiles of rank ``mine`` with the keys of whole rows: per chunk the keys before it, and its own."""
     half, parts = length // 2, []
-    for queries, chunk in ((slice(0, half), mine), (slice(half, None), 2 * ranks - 1 - mine)):
+    for at, chunk in enumerate((mine, 2 * ranks - 1 - mine)):
         start = chunk * half
-        if start:
-            parts.append(AttentionTile(queries, slice(0, start), False))
-        parts.append(AttentionTile(queries, slice(start, start + half), True))
+        for keys in (range(start), range(start, start + half)):
+            tile = _tile(range(start, start + half), keys, window) if keys else None
+            if tile is not None:
+                parts.append(_moved(tile, at * half - start, 0))
     return parts
+
+
+def _chunk_tile(queries: int, keys: int, half: int, window: int) -> AttentionTile | None:
+    """Tile of the chunks that start at two positions."""
+    if keys > queries:
+        return None
+    return _tile(range(queries, queries + half), range(keys, keys + half), window)
+
+
+def _tile(queries: range, keys: range, window: int | None) -> AttentionTile | None:
+    """Tile of the positions ``queries`` with the same positions as keys, or with ``keys`` before all of them.
+
+    Positions that see nothing, or that nobody sees, are left out; None: all of them.
+    """
+    causal, left = queries == keys, None
+    if window is not None and not causal:
+        if queries[0] - keys[-1] >= window:
+            return None
+        keys = range(max(keys[0], queries[0] - window + 1), keys.stop)
+        queries = range(queries.start, min(queries.stop, keys[-1] + window))
+    if window is not None:
+        left = window - 1 - (queries[-1] - keys[-1])
+        if left >= len(keys) - 1:
+            left = None
+    return AttentionTile(slice(queries.start, queries.stop), slice(keys.start, keys.stop), causal, left)
+
+
+def _moved(tile: AttentionTile, queries: int, keys: int) -> AttentionTile:
+    """The tile with positions turned into indices."""
+    return tile._replace(
+        queries=slice(tile.queries.start + queries, tile.queries.stop + queries),
+        keys=slice(tile.keys.start + keys, tile.keys.stop + keys),
+    )
 
 
 class LseMerge:
     """Running attention of local queries while keys arrive, merged by log-sum-exp."""
 
     def __init__(self, q: Tensor) -> None:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+        self.out = torch.zeros_like(q, dtype=wide(q))
+        self.lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide(q))
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the result over further keys."""
@@ -64,54 +118,75 @@ class LseMerge:
         before.copy_(total)
 
 
-class DocumentNumbers(NamedTuple):
-    """Document numbers of the local queries ``[batch, q]`` and keys ``[batch, k]``; None: one document."""
+class RowDocuments:
+    """Documents of a micro-batch's rows, for tiles of them; made once for all layers.
 
-    queries: Tensor | None = None
-    keys: Tensor | None = None
+    Args:
+        documents: numbers ``[batch, row]`` of the whole rows.
+        order: positions of the tokens of each rank, ``[ranks, tokens of a rank]``.
+        counted: whether a kernel asks how many there are. The host waits for a GPU to say it.
+    """
 
-    def key_mask(self, tile: AttentionTile) -> KeyMask:
-        """Mask of a tile."""
-        if self.queries is None:
-            return KeyMask(tile.causal)
-        assert self.keys is not None, "both or none"
-        mask = same_document(self.queries[:, tile.queries], self.keys[:, tile.keys])
-        return KeyMask(False, mask.tril() if tile.causal else mask)
+    def __init__(self, documents: Tensor, order: Tensor, counted: bool) -> None:
+        self._row = numbered_through(documents)
+        self._local = [self._row[:, at] for at in order]
+        self._count = int(self._row[-1, -1]) + 1 if counted else None
+        self._tiles: dict[tuple[int | None, ...], TileDocuments] = {}
+
+    def of(self, tile: AttentionTile, mine: int, theirs: int | None) -> TileDocuments:
+        """Those of a tile of rank ``mine`` with the keys of rank ``theirs``, or of whole rows (None)."""
+        queries, keys = tile.queries, tile.keys
+        key = (mine, theirs, queries.start, queries.stop, keys.start, keys.stop)
+        if key not in self._tiles:
+            row = self._row if theirs is None else self._local[theirs]
+            found = TileDocuments(self._local[mine][:, queries], row[:, keys], self._count)
+            self._tiles[key] = found
+        return self._tiles[key]
 
 
 class TileAttention:
-    """Calls of one kernel on tiles of queries and of keys ``kv [2, batch, kv_heads, s, head]``."""
+    """Calls of one kernel on the tiles of rank ``mine``, with keys ``kv [2, batch, kv_heads, s, head]``.
 
-    def __init__(self, kernel: LseKernel, heads: int, kv_heads: int) -> None:
-        self._kernel, self._copies = kernel, heads // kv_heads
+    Args:
+        documents: of the rows; None: a row is one.
+    """
 
-    def _expand(self, x: Tensor) -> Tensor:
-        return x if self._copies == 1 else x.repeat_interleave(self._copies, dim=1)
+    def __init__(self, kernel: LseKernel, mine: int, documents: RowDocuments | None = None) -> None:
+        self._kernel, self._mine, self._documents = kernel, mine, documents
 
-    def _shared(self, gradient: Tensor) -> Tensor:
-        """Sum the gradients of query heads that share a key."""
-        return gradient if self._copies == 1 else gradient.unflatten(1, (-1, self._copies)).sum(dim=2)
+    def _seen(self, tile: AttentionTile, theirs: int | None) -> KeyMask:
+        documents = None if self._documents is None else self._documents.of(tile, self._mine, theirs)
+        return KeyMask(tile.causal, tile.left, documents)
 
     def forward(
-        self, merge: LseMerge, q: Tensor, kv: Tensor, tile: AttentionTile, numbers: DocumentNumbers
+        self, merge: LseMerge, q: Tensor, kv: Tensor, tiles: list[AttentionTile], theirs: int | None = None
     ) -> None:
-        k, v = self._expand(kv[0][..., tile.keys, :]), self._expand(kv[1][..., tile.keys, :])
-        merge.add(tile.queries, *self._kernel.forward(q[..., tile.queries, :], k, v, numbers.key_mask(tile)))
+        """Merge what the tiles give; ``theirs``: whose keys they are, None: those of whole rows."""
+        for tile in tiles:
+            k, v = kv[..., tile.keys, :].unbind()
+            seen = self._seen(tile, theirs)
+            merge.add(tile.queries, *self._kernel.forward(q[..., tile.queries, :], k, v, seen))
 
     def backward(
         self,
-        tile: AttentionTile,
-        numbers: DocumentNumbers,
+        tiles: list[AttentionTile],
         saved: tuple[Tensor, ...],
         kv: Tensor,
         dq: Tensor,
         dkv: Tensor,
+        theirs: int | None = None,
     ) -> None:
-        """Add a tile's gradients to ``dq`` and ``dkv``; ``saved``: (gradient, q, out, lse)."""
-        grad, q, out = (x[..., tile.queries, :].contiguous() for x in saved[:3])
-        lse = saved[3][..., tile.queries].contiguous()
-        k, v = self._expand(kv[0][..., tile.keys, :]), self._expand(kv[1][..., tile.keys, :])
-        found_q, found_k, found_v = self._kernel.backward(grad, q, k, v, out, lse, numbers.key_mask(tile))
-        dq[..., tile.queries, :] += found_q
-        dkv[0][..., tile.keys, :] += self._shared(found_k)
-        dkv[1][..., tile.keys, :] += self._shared(found_v)
+        """Add the tiles' gradients to ``dq`` and ``dkv``; ``saved``: (gradient, q, out, lse)."""
+        for tile in tiles:
+            grad, q, out = (x[..., tile.queries, :].contiguous() for x in saved[:3])
+            lse = saved[3][..., tile.queries].contiguous()
+            k, v = kv[..., tile.keys, :].unbind()
+            found = self._kernel.backward(grad, q, k, v, out, lse, self._seen(tile, theirs))
+            dq[..., tile.queries, :] += found[0]
+            dkv[0][..., tile.keys, :] += found[1]
+            dkv[1][..., tile.keys, :] += found[2]
+
+
+def visits(mine: int, ranks: int) -> Iterator[int]:
+    """Ranks whose keys are at hand, step by step round the ring."""
+    return ((mine - step) % ranks for step in range(ranks))

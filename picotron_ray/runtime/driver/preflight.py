@@ -176,7 +176,6 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
     """
     nodes = living_nodes()
     needs = worker_needs(job.cluster, nodes)
-    cp = 1 if job.layout.cp == "auto" else job.layout.cp
     device = "cuda" if needs.gpus else "cpu"
     facts = {} if own_ray and device == "cpu" else facts_of(nodes, job)
     able, unable = able_nodes(job, nodes, device, facts)
@@ -187,7 +186,7 @@ def check_cluster(job: JobConfig, own_ray: bool = False) -> Plan | None:
     found = {
         "precision": (unable if short and not waits else "") or missing.get("precision", ""),
         "optimizer.moments": missing.get("optimizer.moments", ""),
-        "kernels.attention": attention_problem(job, device, cp) or missing.get("kernels.attention"),
+        "kernels.attention": attention_problem(job, device) or missing.get("kernels.attention"),
         "kernels.tp_overlap": overlap_problem(job, device),
         **offload_problems(job, device),
         **device_problems(job, device),

@@ -33,14 +33,10 @@ OPERATORS = {
         "grad_out query key value out logsumexp dropout_p is_causal attn_mask",
         "grad_query grad_key grad_value",
     ),
-    "_scaled_dot_product_flash_attention": (
-        "query key value dropout_p is_causal return_debug_mask",
-        "output logsumexp",
-    ),
-    "_scaled_dot_product_flash_attention_backward": (
+    "_flash_attention_backward": (
         "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-        " philox_seed philox_offset",
-        "grad_query grad_key grad_value",
+        " rng_state unused",
+        "",
     ),
     "_scaled_dot_product_cudnn_attention": (
         "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
@@ -73,8 +69,9 @@ def test_attention_operators_take_and_give_what_they_did(name: str) -> None:
 
 
 def test_a_window_is_an_argument_of_flash_attention() -> None:
-    names = {each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments}
-    assert {"window_size_left", "window_size_right"} <= names
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        names = {each.name for each in getattr(torch.ops.aten, name).default._schema.arguments}
+        assert {"window_size_left", "window_size_right"} <= names
 
 
 def test_pipeline_schedules_are_lists_of_actions() -> None:

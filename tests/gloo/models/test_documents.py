@@ -13,11 +13,12 @@ from torch import Tensor
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.layers.document_mask import document_numbers, same_document, seen_in_row
+from picotron_ray.models.layers.document_mask import document_numbers, seen_in_row
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.parallel.attention.lse_kernels import CpuFlash, KeyMask, LseKernel, MathKernel
-from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn, CudaFlash
+from picotron_ray.parallel.attention.lse_kernels_cuda import CudaCudnn
+from picotron_ray.parallel.attention.tile_documents import TileDocuments
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
@@ -125,9 +126,10 @@ def test_training_and_evaluation_mean_documents_alone() -> None:
 def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> None:
     generator = torch.Generator().manual_seed(3)
     q, k, v, gradient = (torch.randn(2, 4, 6, 8, generator=generator, dtype=torch.float64) for _ in range(4))
-    mask = same_document(numbers([[0, 0, 0, 1, 1, 2], [0] * 6]), numbers([[0, 1, 1, 1, 3, 3], [0] * 6]))
+    documents = TileDocuments(numbers([[0, 0, 0, 1, 1, 2], [0] * 6]), numbers([[0, 1, 1, 1, 3, 3], [0] * 6]))
+    mask, seen = documents.same, KeyMask(False, None, documents)
     blind = ~mask.any(dim=-1).expand(2, 4, 6)
-    out, lse = kernel.forward(q, k, v, KeyMask(False, mask))
+    out, lse = kernel.forward(q, k, v, seen)
     assert blind.sum() == 4, "query 5 of row 0 must see nothing"
     assert (lse[blind] == float("-inf")).all()
     assert (out[blind] == 0).all()
@@ -136,17 +138,17 @@ def test_kernels_take_masks_and_queries_that_see_nothing(kernel: LseKernel) -> N
     torch.testing.assert_close(out[~blind], wanted[~blind].detach(), rtol=1e-12, atol=1e-12)
     gradient[blind] = 0.0
     # as in a merge: the whole row's lse, which is finite everywhere
-    found = kernel.backward(gradient, q, k, v, out, lse.masked_fill(blind, 1.0), KeyMask(False, mask))
+    found = kernel.backward(gradient, q, k, v, out, lse.masked_fill(blind, 1.0), seen)
     expected = torch.autograd.grad(wanted[~blind], inputs, gradient[~blind])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kernel", "name"), [(CudaFlash(), "flash"), (CudaCudnn(), "cudnn")])
-def test_kernels_that_take_no_mask_refuse_one(kernel: LseKernel, name: str) -> None:
-    x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(LayoutError, match=f"saw {name}, which takes no document masks"):
-        kernel.forward(x, x, x, KeyMask(False, torch.ones(1, 1, 2, 2, dtype=torch.bool)))
+def test_a_kernel_that_takes_no_mask_refuses_one() -> None:
+    x, same = torch.zeros(1, 1, 2, 8), torch.zeros(1, 2, dtype=torch.int32)
+    for seen in (KeyMask(False, None, TileDocuments(same, same)), KeyMask(True, 1)):
+        with pytest.raises(LayoutError, match="saw cudnn, which takes neither document masks nor windows"):
+            CudaCudnn().forward(x, x, x, seen)
 
 
 LAYOUTS = [

@@ -17,7 +17,6 @@ from picotron_ray.parallel.attention.lse_kernels import MathKernel
 from tests.support.gloo.faults import replace
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     MODEL,
-    SEQUENCE,
     Result,
     documents_job,
     make_job,
@@ -40,21 +39,18 @@ GEMMA2 = ModelConfig(**{**MIXED, **CAPS, "family": "gemma2"})
 ROPES = {"rope_local_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
 GEMMA3 = ModelConfig(**{**MIXED, **ROPES, "family": "gemma3"})
 UNTIED = GEMMA2.model_copy(update={"tie_embeddings": False})
-# windows as long as a row: cp knows no shorter ones
-LONG2 = GEMMA2.model_copy(update={"sliding_window": 8})
-LONG3 = GEMMA3.model_copy(update={"sliding_window": 8})
-KINDS = {GEMMA2: "gemma2", GEMMA3: "gemma3", UNTIED: "untied", LONG2: "gemma2-long", LONG3: "gemma3-long"}
+KINDS = {GEMMA2: "gemma2", GEMMA3: "gemma3", UNTIED: "untied"}
 
 # fmt: off
 LAYOUTS = [
     (Layout(tp=2, pp=2, micro_batch=3), 12, GEMMA2),
     (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, GEMMA3),
-    (Layout(tp=2, cp=2, micro_batch=4), 12, LONG2),
+    (Layout(tp=2, cp=2, micro_batch=4), 12, GEMMA2),
     (Layout(tp=2, micro_batch=6), 12, UNTIED),
     (Layout(dp=2, zero=3, micro_batch=2, recompute="selective"), 7, GEMMA2),
     (Layout(dp=2, tp=2, zero=3, micro_batch=2), 7, GEMMA2),
-    (Layout(cp=2, micro_batch=4, context="all-gather"), 12, LONG2),
-    (Layout(cp=2, zero=3, micro_batch=4), 12, LONG3),
+    (Layout(cp=2, micro_batch=4, context="all-gather"), 12, GEMMA2),
+    (Layout(cp=2, zero=3, micro_batch=4), 12, GEMMA3),
     (Layout(dp=2, micro_batch=3), 12, GEMMA2),
     (Layout(tp=2, pp=2, micro_batch=3), 12, GEMMA3),
     (Layout(pp=2, schedule="1f1b", micro_batch=3), 12, GEMMA3),
@@ -73,7 +69,7 @@ LAYOUTS = [
 def test_every_layout_equals_one_process(pool: Pool, layout: Layout, rows: int, model: ModelConfig) -> None:
     ranks = check(pool, layout, rows, model)
     primaries(layout, ranks, model)
-    said = "" if model.sliding_window == SEQUENCE else ", window of 3, of every 2 blocks but one"
+    said = ", window of 3, of every 2 blocks but one"
     said += "" if model.attention_softcap is None else ", scores capped at 1.5"
     assert any(phrase.endswith(f" attention{said}") for phrase in ranks[0].applied)
 
@@ -117,7 +113,7 @@ def uncapped(job: Job, *arguments: Any) -> list[Result]:
 
 
 def test_a_cap_without_its_gradient_is_noticed(pool: Pool) -> None:
-    job, layout = make_job("adamw", 12, LONG2), Layout(cp=2, micro_batch=6)
+    job, layout = make_job("adamw", 12, GEMMA2), Layout(cp=2, micro_batch=6)
     ranks = [results[0] for results in pool.run(2, uncapped, [job], layout)]
     assert any("gradient" in line for line in compare(job, layout, ranks))
 

@@ -120,6 +120,7 @@ def test_refusals_are_few_and_have_their_reasons(capsys: pytest.CaptureFixture[s
         "layout.replicate": ("expected a divisor", "ranks per copy"),
         "layout.pp": ("every stage needs a layer", "micro-batches"),
         "layout.zero": ("gradients come out wrong",),
+        "layout.cp": ("layout.context=ulysses, which does not divide model.kv_heads",),
         "layout.recompute": ("splits the backward pass", "gathers its experts within"),
     }
     for case, reason in REFUSED:

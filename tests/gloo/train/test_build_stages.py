@@ -84,12 +84,12 @@ def test_the_attention_that_is_asked_for_or_the_first_that_runs() -> None:
     def with_(attention: str) -> Any:
         return job.model_copy(update={"kernels": job.kernels.model_copy(update={"attention": attention})})
 
-    assert [attention_backend(with_(name), CPU, Layout()) for name in ("math", "flash")] == ["math", "flash"]
-    first = module.attention_backends(with_("auto"), "cpu", 1)
+    assert [attention_backend(with_(name), CPU) for name in ("math", "flash")] == ["math", "flash"]
+    first = module.attention_backends(with_("auto"), "cpu")
     assert len(first) > 1
-    assert attention_backend(with_("auto"), CPU, Layout()) == first[0]
+    assert attention_backend(with_("auto"), CPU) == first[0]
     with pytest.raises(LayoutError, match=r"^kernels\.attention: saw cudnn"):
-        attention_backend(with_("cudnn"), CPU, Layout())
+        attention_backend(with_("cudnn"), CPU)
 
 
 def test_mixtures_by_the_number_of_their_layer() -> None:

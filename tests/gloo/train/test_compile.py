@@ -123,6 +123,7 @@ def test_a_compiled_block_with_fused_projections(pool: Pool) -> None:
         Layout(tp=2, micro_batch=12),
         Layout(pp=2, micro_batch=3),
         Layout(cp=2, micro_batch=12),
+        Layout(cp=2, micro_batch=12, context="ulysses"),
         Layout(dp=2, micro_batch=6, recompute="full"),
     ],
     ids=str,

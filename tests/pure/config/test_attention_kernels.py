@@ -16,33 +16,30 @@ HALF = ["flash", "cudnn", "flash-attn", "efficient", "math"]
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "cp", "options", "offered"),
+    ("device", "precision", "options", "offered"),
     [
-        ("cpu", "bf16", 1, (), CPU),
-        ("cpu", "fp64", 2, (MASKS,), CPU),
-        ("cuda", "fp64", 1, (), MATH),
-        ("cuda", "fp32", 1, (MASKS, WINDOW), FP32),
-        ("cuda", "tf32", 2, (MASKS,), FP32),
-        ("cuda", "bf16", 1, (), HALF),
-        ("cuda", "bf16", 1, ("model.sliding_window=4096",), HALF),  # as long as the row: no window
-        ("cuda", "fp8", 1, (MASKS,), VARIED),
-        ("cuda", "fp16", 1, (WINDOW,), VARIED),
-        ("cuda", "bf16", 1, (MASKS, WINDOW), VARIED),
-        ("cuda", "bf16", 2, (), ["flash", "cudnn", "efficient", "math"]),
-        ("cuda", "bf16", 2, (MASKS,), FP32),
-        ("cuda", "bf16", 1, ("adaptive_precision.error_bound=0.01",), FP32),
-        ("cuda", "bf16", 1, ("model.head_dim=12",), MATH),
-        ("cuda", "fp32", 1, ("model.head_dim=12",), FP32),
-        ("cuda", "fp32", 1, ("model.head_dim=10",), MATH),
-        ("cpu", "fp32", 1, CAPPED, MATH),
-        ("cuda", "bf16", 1, (*CAPPED, WINDOW), ["math", "flash-attn"]),
-        ("cuda", "bf16", 2, CAPPED, MATH),
-        ("cuda", "fp32", 1, CAPPED, MATH),
+        ("cpu", "bf16", (), CPU),
+        ("cpu", "fp64", (MASKS,), CPU),
+        ("cuda", "fp64", (), MATH),
+        ("cuda", "fp32", (MASKS, WINDOW), FP32),
+        ("cuda", "tf32", (MASKS,), FP32),
+        ("cuda", "bf16", (), HALF),
+        ("cuda", "bf16", ("model.sliding_window=4096",), HALF),  # as long as the row: no window
+        ("cuda", "fp8", (MASKS,), VARIED),
+        ("cuda", "fp16", (WINDOW,), VARIED),
+        ("cuda", "bf16", (MASKS, WINDOW), VARIED),
+        ("cuda", "bf16", (MASKS,), VARIED),
+        ("cuda", "bf16", ("adaptive_precision.error_bound=0.01",), FP32),
+        ("cuda", "bf16", ("model.head_dim=12",), MATH),
+        ("cuda", "fp32", ("model.head_dim=12",), FP32),
+        ("cuda", "fp32", ("model.head_dim=10",), MATH),
+        ("cpu", "fp32", CAPPED, MATH),
+        ("cuda", "bf16", (*CAPPED, WINDOW), ["math", "flash-attn"]),
+        ("cuda", "fp32", CAPPED, MATH),
     ],
 )
-def test_what_is_offered(
-    device: str, precision: str, cp: int, options: tuple[str, ...], offered: list[str]
-) -> None:
+def test_what_is_offered(device: str, precision: str, options: tuple[str, ...], offered: list[str]) -> None:
+    """Over parts of a row, under context parallelism, as over whole rows."""
     rows = "data.sequence_length=4096"
     job = load_job("quickstart", ["chaos=[]", rows, f"precision={precision}", *options])
-    assert attention_backends(job, device, cp) == offered
+    assert attention_backends(job, device) == offered

@@ -241,18 +241,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision bf16"
         " and a sliding window",
     ),
-    "document masks, context parallelism and a kernel": (
-        "precision: bf16\ncluster: {device: cuda}\ndata: {document_masks: true}\n"
-        "kernels: {attention: flash}\nlayout: {cp: 2}",
-        "kernels.attention",
-        "saw flash, expected auto or one of efficient, math on cuda with precision bf16 and context"
-        " parallelism and document masks",
-    ),
     "document masks, context parallelism and cudnn": (
         "precision: fp16\ncluster: {device: cuda}\ndata: {document_masks: true}\n"
         "kernels: {attention: cudnn}\nlayout: {cp: 2}",
         "kernels.attention",
-        "saw cudnn, expected auto or one of efficient, math on cuda with precision fp16 and context",
+        "saw cudnn, expected auto or one of flash, flash-attn, efficient, math on cuda with precision fp16",
     ),
     # layout
     "tp and kv heads": (
@@ -278,13 +271,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "kernel and context parallelism": (
         "precision: fp64\nkernels: {attention: efficient}\nlayout: {cp: 2}",
         "kernels.attention",
-        "saw efficient, expected auto or one of math on cuda with precision fp64 and context parallelism",
-    ),
-    "flash-attn and context parallelism": (
-        "precision: bf16\nkernels: {attention: flash-attn}\nlayout: {cp: 2}",
-        "kernels.attention",
-        "saw flash-attn, whose backward pass over a part of a row is private, expected auto or one of flash,"
-        " cudnn, efficient, math on cuda",
+        "saw efficient, expected auto or one of math on cuda with precision fp64",
     ),
     "kernel and width of heads": (
         "precision: bf16\ncluster: {device: cuda}\nmodel: {head_dim: 12}\nkernels: {attention: efficient}",
@@ -344,11 +331,17 @@ BAD: dict[str, tuple[str, str, str]] = {
         "saw 'some', expected",
     ),
     "heads of their own width": ("model: {head_dim: 7}", "model.head_dim", "need an even head size"),
-    "a window and context parallelism": (
-        "model: {sliding_window: 8}\nlayout: {cp: 2}",
+    "Ulysses and key heads": (
+        "cluster: {max_workers: 4}\nlayout: {cp: 4, context: ulysses}",
         "layout.cp",
-        "saw 2 with model.sliding_window=8 below data.sequence_length=128: attention over parts of a row"
-        " knows no windows; use cp=1",
+        "saw 4 with layout.context=ulysses, which does not divide model.kv_heads=2: each key head goes to one"
+        " rank; use ring or all-gather; nearest layouts that fit:",
+    ),
+    "Ulysses and key heads of a tensor-parallel rank": (
+        "cluster: {max_workers: 4}\nlayout: {cp: 2, tp: 2, context: ulysses}",
+        "layout.cp",
+        "saw 2 with layout.context=ulysses, which does not divide model.kv_heads=2 / tp=2: each key head goes"
+        " to one rank; use ring or all-gather",
     ),
     "experts that do not divide": (
         "model: {moe: {experts: 6}}\nlayout: {ep: 4}",

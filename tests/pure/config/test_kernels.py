@@ -17,6 +17,7 @@ from picotron_ray.config.support.kernels import (
     ungrouped_widths,
     windowed,
 )
+from picotron_ray.layout.layout import Layout
 
 
 def job(precision: str = "bf16", **sections: dict[str, Any]) -> JobConfig:
@@ -41,94 +42,78 @@ def test_a_window_as_long_as_the_row_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "cp", "expected"),
+    ("config", "expected"),
     [
-        (job(), 1, "flash cudnn flash-attn efficient math"),
-        (job(), 2, "flash cudnn efficient math"),
-        (job("fp8"), 1, "flash cudnn flash-attn efficient math"),
-        (job(data=DOCUMENTS), 1, "flash flash-attn efficient math"),
-        (job(data=DOCUMENTS), 2, "efficient math"),
-        (job(model={"sliding_window": 8}), 1, "flash flash-attn efficient math"),
-        (job(model={"sliding_window": 8}), 2, "flash efficient math"),
-        (job(adaptive_precision={"error_bound": 0.1}), 1, "efficient math"),
-        (job("fp32"), 1, "efficient math"),
-        (job("fp64"), 1, "math"),
-        (job("fp32", model={"head_dim": 4}), 1, "efficient math"),
-        (job("fp32", model={"head_dim": 5}), 1, "math"),
-        (job(model={"head_dim": 4}), 1, "math"),
-        (job("fp16", model={"head_dim": 9}), 1, "math"),
-        (job(model={"head_dim": 16}), 1, "flash cudnn flash-attn efficient math"),
+        (job(), "flash cudnn flash-attn efficient math"),
+        (job("fp8"), "flash cudnn flash-attn efficient math"),
+        (job(data=DOCUMENTS), "flash flash-attn efficient math"),
+        (job(model={"sliding_window": 8}), "flash flash-attn efficient math"),
+        (job(adaptive_precision={"error_bound": 0.1}), "efficient math"),
+        (job("fp32"), "efficient math"),
+        (job("fp64"), "math"),
+        (job("fp32", model={"head_dim": 4}), "efficient math"),
+        (job("fp32", model={"head_dim": 5}), "math"),
+        (job(model={"head_dim": 4}), "math"),
+        (job("fp16", model={"head_dim": 9}), "math"),
+        (job(model={"head_dim": 16}), "flash cudnn flash-attn efficient math"),
     ],
 )
-def test_attention_on_cuda(config: JobConfig, cp: int, expected: str) -> None:
-    assert attention_backends(config, "cuda", cp) == expected.split()
-    assert attention_backends(config, "cpu", cp) == ["flash", "math"]
+def test_attention_on_cuda(config: JobConfig, expected: str) -> None:
+    assert attention_backends(config, "cuda") == expected.split()
+    assert attention_backends(config, "cpu") == ["flash", "math"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "config", "device", "cp", "line"),
+    ("asked", "config", "device", "line"),
     [
-        ("auto", job("fp64"), "cuda", 2, None),
-        ("flash", job(), "cuda", 2, None),
-        ("flash", job("fp32"), "cuda", 1, "auto or one of efficient, math on cuda with precision fp32"),
+        ("auto", job("fp64"), "cuda", None),
+        ("flash", job(), "cuda", None),
+        ("flash", job("fp32"), "cuda", "auto or one of efficient, math on cuda with precision fp32"),
         (
             "cudnn",
             job(model={"sliding_window": 8, "head_dim": 12}),
             "cuda",
-            1,
             "auto or one of math on cuda with precision bf16 and a sliding window and heads of 12",
         ),
         (
             "cudnn",
             job(data=DOCUMENTS),
             "cuda",
-            2,
-            "auto or one of efficient, math on cuda with precision bf16 and context parallelism and document"
-            " masks",
+            "auto or one of flash, flash-attn, efficient, math on cuda with precision bf16 and"
+            " document masks",
         ),
         (
             "efficient",
             job("fp32", model={"sliding_window": 8, "head_dim": 12}),
             "cpu",
-            1,
             "auto or one of flash, math on cpu with precision fp32",
         ),
         (
             "cudnn",
             job(model={"head_dim": 9}),
             "cuda",
-            1,
             "auto or one of math on cuda with precision bf16 and heads of 9",
         ),
-        ("flash-attn", job("fp32"), "cuda", 1, "auto or one of efficient, math on cuda with precision fp32"),
+        ("flash-attn", job("fp32"), "cuda", "auto or one of efficient, math on cuda with precision fp32"),
     ],
 )
-def test_what_attention_cannot_do(
-    asked: str, config: JobConfig, device: str, cp: int, line: str | None
-) -> None:
+def test_what_attention_cannot_do(asked: str, config: JobConfig, device: str, line: str | None) -> None:
     kernels = config.kernels.model_copy(update={"attention": asked})
-    found = attention_problem(config.model_copy(update={"kernels": kernels}), device, cp)
+    found = attention_problem(config.model_copy(update={"kernels": kernels}), device)
     assert found == (line and f"saw {asked}, expected {line}")
 
 
-def test_why_flash_attn_cannot_work_on_a_part_of_a_row() -> None:
-    private = ", whose backward pass over a part of a row is private"
-    asked = {"attention": "flash-attn"}
-    found = {
-        (device, cp): attention_problem(job(kernels=asked), device, cp)
-        for device, cp in (("cuda", 1), ("cuda", 2), ("cpu", 1), ("cpu", 2))
-    }
-    assert found == {
-        ("cuda", 1): None,
-        ("cuda", 2): f"saw flash-attn{private}, expected auto or one of flash, cudnn, efficient, math on cuda"
-        " with precision bf16 and context parallelism",
-        ("cpu", 1): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16",
-        (
-            "cpu",
-            2,
-        ): "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16 and context"
-        " parallelism",
-    }
+def test_flash_attn_is_cudas() -> None:
+    asked = job(kernels={"attention": "flash-attn"})
+    assert attention_problem(asked, "cuda") is None
+    assert attention_problem(asked, "cpu") == (
+        "saw flash-attn, expected auto or one of flash, math on cpu with precision bf16"
+    )
+
+
+@pytest.mark.parametrize(("context", "parts"), [("ring", 3), ("all-gather", 3), ("ulysses", 1)])
+def test_parts_of_rows_that_attention_has(context: Any, parts: int) -> None:
+    assert Layout(cp=3, context=context).row_parts == parts
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -23,9 +23,10 @@ from picotron_ray.config.validation.layout import (
 )
 from picotron_ray.config.validation.schedules import least_micro_batch, virtual_stages
 from picotron_ray.errors import ConfigError
-from picotron_ray.layout.layout import Layout, Zero
+from picotron_ray.layout.layout import ContextVariant, Layout, Zero
 
 MIXTURE = {"moe": {"experts": 4, "intermediate_size": 32}}
+VARIANTS = get_args(ContextVariant)
 ONE_F_ONE_B = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
 OWN = {"builder": "mine:build", "vocab_size": 300}
 BUILT = BuiltModel(
@@ -64,10 +65,9 @@ def own(layout: dict[str, Any] | None = None, **facts: Any) -> JobConfig:
         {"kernels": {"projections": "fused", "activation": "compiled"}},
         {"kernels": {"projections": "fused"}, "layout": {"offload_activations": True}},
         {"kernels": {"activation": "compiled"}, "layout": {"offload_activations": True}},
-        # context parallelism that is left open asks for as little as none
-        {"kernels": {"attention": "flash-attn"}, "layout": {"cp": "auto"}, "precision": "bf16"},
-        # a window that hides nothing of the row
-        {"model": {"sliding_window": 128}, "data": {"sequence_length": 128}, "layout": {"cp": 2}},
+        {"kernels": {"attention": "flash-attn"}, "layout": {"cp": 2}, "precision": "bf16"},
+        # windows under context parallelism, in every variant
+        *({"model": {"sliding_window": 8}, "layout": {"cp": 2, "context": variant}} for variant in VARIANTS),
         # 7 ids in parts of 2: one is left for the fourth rank
         {
             "model": {"vocab_size": 7, "kv_heads": 4},

@@ -26,7 +26,10 @@ USED: dict[str, set[str]] = {
         "torch._C._distributed_c10d._register_process_group",
         "torch._C._distributed_c10d._unregister_process_group",
     },
-    "parallel/attention/backends.py": {"torch.ops.aten._flash_attention_forward"},
+    "parallel/attention/flash_operators.py": {
+        "torch.ops.aten._flash_attention_backward",
+        "torch.ops.aten._flash_attention_forward",
+    },
     "parallel/attention/lse_kernels.py": {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
@@ -36,8 +39,6 @@ USED: dict[str, set[str]] = {
         "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
         "torch.ops.aten._scaled_dot_product_efficient_attention",
         "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
-        "torch.ops.aten._scaled_dot_product_flash_attention",
-        "torch.ops.aten._scaled_dot_product_flash_attention_backward",
     },
     "parallel/compiled_code.py": {
         "torch._dynamo.config.fail_on_recompile_limit_hit",

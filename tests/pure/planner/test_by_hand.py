@@ -93,11 +93,11 @@ def test_the_budget_is_what_is_asked_or_nine_tenths_of_the_device() -> None:
 
 
 def test_what_a_rank_sends_to_the_host() -> None:
-    """96 elements a block of 4 tokens, halved by tp; a recomputed block's input of 8."""
+    """96 elements a block of 4 tokens, under cp 8 more, halved by tp; a recomputed block's input of 8."""
     config = job(layout={"offload_activations": True})
     cut = Layout(cp=3, tp=2, micro_batch=2, offload_activations=True)
-    assert offloaded_activations(config, cut, 0, RecomputedBlocks(0, 0, 4)) == 4 * 4 * 96 * 4 / 2
-    assert offloaded_activations(config, cut, 0, RecomputedBlocks(1, 0, 4)) == 4 * (3 * 96 + 8) * 4 / 2
+    assert offloaded_activations(config, cut, 0, RecomputedBlocks(0, 0, 4)) == 4 * 4 * 104 * 4 / 2
+    assert offloaded_activations(config, cut, 0, RecomputedBlocks(1, 0, 4)) == 4 * (3 * 104 + 8) * 4 / 2
     near = replace(cut, offload_activations=False)
     assert offloaded_activations(config, near, 0, RecomputedBlocks(0, 0, 4)) == 0.0
     piped = Layout(pp=2, micro_batch=2, offload_activations=True)  # two micro-batches of three blocks

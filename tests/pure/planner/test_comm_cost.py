@@ -11,6 +11,9 @@ from picotron_ray.planner.comm_cost import NOTHING, context_passes, expert_passe
 from tests.support.runs.by_hand import MIXTURE, UNIT
 from tests.support.runs.by_hand import job_by_hand as job
 
+ULYSSES = 6 * (2 * 8 + 2 * 4) / 2 * 4
+"""Bytes: half of what 6 tokens have, queries and results 8 wide, keys and values 4."""
+
 
 @pytest.mark.parametrize(
     ("options", "layout", "nodes", "both", "again"),
@@ -56,7 +59,7 @@ def test_tensor_parallelism(
             Layout(cp=3, tp=2, micro_batch=2),
             (6, 12),
             32 * 2 / 100 + 10 + 14 / 3,
-            32 * 6 / 100 + 20 + 28 / 3,
+            32 * 4 / 100 + 20 + 28 / 3,
         ),
         ({}, Layout(cp=3, tp=2, micro_batch=2), (9, 3), 32 * 4 / 10 + 10 + 14 / 3, 32 * 8 / 10 + 20 + 28 / 3),
         # two steps of a collective among four, but one more kernel
@@ -68,6 +71,15 @@ def test_tensor_parallelism(
             72 * 8 / 100 + 20 + 14 / 3,
         ),
         ({}, Layout(cp=4, micro_batch=2), (), 72 * 4 / 100 + 15 + 7, 72 * 8 / 100 + 30 + 14),
+        # two exchanges of half of 6 tokens' queries, keys, values and results, each way
+        ({}, Layout(cp=2, micro_batch=2, context="ulysses"), (), ULYSSES / 100 + 10, ULYSSES / 100 + 10),
+        (
+            {},
+            Layout(cp=2, tp=2, micro_batch=2, context="ulysses"),
+            (2,),
+            ULYSSES / 20 + 10,
+            ULYSSES / 20 + 10,
+        ),
     ],
     ids=str,
 )

@@ -142,7 +142,10 @@ def test_context_parallel_only_where_asked() -> None:
 
 
 def test_context_parallel_by_hand() -> None:
-    """Half the tokens per rank; keys and values of the other half pass by, and their gradients."""
+    """Half the tokens per rank; keys and values of the other half pass by, and their gradients.
+
+    Or half of all heads change places, twice forward and twice backward.
+    """
     config = job("layout.cp=2", "precision=bf16", "data.global_batch=8")
     model, profile = (
         config.model,
@@ -152,13 +155,17 @@ def test_context_parallel_by_hand() -> None:
     halves = step_cost(config, Layout(cp=2, micro_batch=8), profile)
     assert halves.compute_s == pytest.approx(whole.compute_s / 2)
     tokens, width = 8 * config.data.sequence_length // 2, 2 * model.kv_heads * model.hidden_size / model.heads
-    moved = tokens * width * (2 + 2 + 4) * model.layers  # keys twice in bf16, gradients once in fp32
+    moved = tokens * width * (2 + 2 + 2) * model.layers  # keys twice, their gradients once, in bf16
     assert halves.context_s == pytest.approx(moved / 1e9)
+    exchanged = step_cost(config, Layout(cp=2, micro_batch=8, context="ulysses"), profile)
+    of_token = 2 * model.hidden_size + width  # queries and results, keys and values
+    assert exchanged.context_s == pytest.approx(2 * tokens * of_token / 2 * 2 * model.layers / 1e9)
     assert halves.data_s == step_cost(config, Layout(dp=2, micro_batch=8), profile).data_s
     cut = step_cost(config, Layout(cp=2, tp=2, micro_batch=8), profile)
     assert cut.context_s == pytest.approx(halves.context_s / 2)
     kept = [block_bytes(config, Layout(cp=cp), 1).kept for cp in (1, 2)]
-    assert kept[1] == pytest.approx(kept[0] / 2)
+    copied = config.data.sequence_length // 2 * model.hidden_size * 2  # results of attention, once more
+    assert kept[1] == pytest.approx(kept[0] / 2 + copied)
 
 
 def test_long_rows_that_fit_no_worker_are_shared() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,56 +23,72 @@ ALIGNED = 4
 Sides = dict[str, int]
 
 
-def _band(q: Tensor, causal: bool, sides: Sides) -> KeyMask:
-    """FlashAttention's window over one sequence; a negative side has no end."""
-    at = torch.arange(q.size(-2))
-    back = at[:, None] - at[None, :]
+def _band(causal: bool, sides: Sides) -> KeyMask:
+    """FlashAttention's window over one sequence, counted from the ends; a negative side has no end."""
     left, right = sides["window_size_left"], 0 if causal else sides["window_size_right"]
-    seen = torch.ones_like(back, dtype=torch.bool) if left < 0 else back <= left
-    return KeyMask(False, (seen if right < 0 else seen & (back >= -right))[None, None])
+    assert right in (-1, 0)
+    return KeyMask(right == 0, None if left < 0 else left)
 
 
-def _sequences(q: Tensor, starts: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Index of each sequence in ``[batch, tokens, ...]`` or in rows laid end to end."""
-    if starts is None:
-        yield from ((entry, slice(None)) for entry in range(q.size(0)))
+def _sequences(
+    q: Tensor, k: Tensor, starts: Tensor | None, of_keys: Tensor | None
+) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Index of each sequence's queries and keys in ``[batch, tokens, ...]`` or in rows laid end to end."""
+    if starts is None or of_keys is None:
+        yield from (((entry, slice(None)),) * 2 for entry in range(q.size(0)))
         return
-    assert starts.dtype == torch.int32
-    assert int(starts[-1]) == q.size(0)
-    yield from ((slice(first, end),) for first, end in pairwise(starts.tolist()))
+    for x, given in ((q, starts), (k, of_keys)):
+        assert given.dtype == torch.int32
+        assert int(given[0]) == 0
+        assert int(given[-1]) == x.size(0)
+    for queries, keys in zip(pairwise(starts.tolist()), pairwise(of_keys.tolist()), strict=True):
+        yield (slice(*queries),), (slice(*keys),)
 
 
-def _heads(x: Tensor, at: tuple[Any, ...], heads: int) -> Tensor:
+def _heads(x: Tensor, at: tuple[Any, ...]) -> Tensor:
     """``[..., tokens, heads, head]`` → ``[1, heads, tokens of one sequence, head]``."""
-    one = x[at].transpose(0, 1)[None]
-    return one.repeat_interleave(heads // one.size(1), dim=1)
+    return x[at].transpose(0, 1)[None]
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *rest: Any, **sides: int
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, of_keys: Tensor | None, *rest: Any, **sides: int
 ) -> tuple[Tensor, ...]:
-    _, longest, _, _, causal, _ = rest
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    for at in _sequences(q, starts):
-        parts = [_heads(x, at, q.size(-2)) for x in (q, k, v)]
+    """Where nothing is seen, out is 0 and the log-sum-exp inf."""
+    longest, longest_keys, _, causal, _ = rest
+    ends_meet = starts is not None
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1]).transpose(-1, -2).contiguous()  # [heads, tokens], a batch before it
+    for queries, keys in _sequences(q, k, starts, of_keys):
+        parts = [_heads(x, at) for x, at in ((q, queries), (k, keys), (v, keys))]
         assert parts[0].size(-2) <= longest
-        found, level = MATH.forward(*parts, _band(parts[0], causal, sides))
-        out[at], lse[at] = found[0].transpose(0, 1), level[0].transpose(0, 1)
+        assert parts[1].size(-2) <= longest_keys
+        of = (slice(None), *queries) if ends_meet else queries[:1]
+        if not parts[1].size(-2):
+            out[queries], lse[of] = 0.0, float("inf")
+            continue
+        found, level = MATH.forward(*parts, _band(causal, sides))
+        out[queries] = found[0].transpose(0, 1)
+        lse[of] = level[0].masked_fill(level[0] == float("-inf"), float("inf"))
     state = torch.zeros(2, dtype=torch.uint64)
     return out, lse, state, state.new_empty(()), q.new_empty(0)
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any, **sides: int
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **sides: int
 ) -> tuple[Tensor, ...]:
-    lse, starts, causal = rest[0], rest[1], rest[6]
+    starts, of_keys, causal = rest[0], rest[1], rest[5]
+    assert lse.is_contiguous()
+    ends_meet = starts is not None and starts.numel() > 0
     found = tuple(torch.zeros_like(x) for x in (q, k, v))
-    for at in _sequences(q, starts):
-        parts = [_heads(x, at, q.size(-2)) for x in (grad, q, k, v, out)]
-        level = lse[at].transpose(0, 1)[None]
-        gradients = MATH.backward(*parts, level, _band(parts[0], causal, sides))
-        for whole, one in zip(found, gradients, strict=True):
-            whole[at] = one[0].unflatten(0, (whole.size(-2), -1)).sum(dim=1).transpose(0, 1)
+    for queries, keys in _sequences(q, k, starts if ends_meet else None, of_keys if ends_meet else None):
+        places = (queries, queries, keys, keys, queries)
+        parts = [_heads(x, at) for x, at in zip((grad, q, k, v, out), places, strict=True)]
+        if not parts[0].size(-2) or not parts[2].size(-2):
+            continue
+        level = lse[(slice(None), *queries) if ends_meet else queries[:1]][None]
+        gradients = MATH.backward(*parts, level, _band(causal, sides))
+        for whole, at, one in zip(found, places[1:4], gradients, strict=True):
+            whole[at] = one[0].transpose(0, 1)
     return found
 
 
@@ -82,7 +99,8 @@ def _seen(bias: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> KeyMask:
     assert bias.dtype == q.dtype
     assert all(stride % ALIGNED == 0 for stride in bias.stride()[:-1])
     assert bias.stride(-1) == 1
-    return KeyMask(False, bias == 0)
+    shown: Any = SimpleNamespace(same=bias == 0)
+    return KeyMask(False, None, shown)
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

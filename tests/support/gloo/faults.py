@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -253,7 +254,45 @@ def kernels_of_cuda() -> Undo:
     return lambda: setattr(lse_kernels.CpuFlash, "forward", original)
 
 
+def flash_of_cuda() -> Undo:
+    """No fault: CUDA's FlashAttention over parts of rows, by emulated operators. A mask is an error."""
+    import picotron_ray.parallel.context.context_parallel as context
+    from picotron_ray.parallel.attention.flash_operators import TorchFlash
+    from picotron_ray.parallel.attention.lse_flash import FlashKernel
+    from picotron_ray.parallel.attention.tile_documents import TileDocuments
+    from tests.support.gloo.emulated_attention import emulated
+
+    def masked(_: TileDocuments) -> torch.Tensor:
+        raise AssertionError("a dense mask")
+
+    stack = ExitStack()
+    stack.enter_context(emulated())
+    stack.callback(replace(context, "lse_kernel", lambda *_: FlashKernel(TorchFlash())))
+    stack.callback(replace(TileDocuments, "same", property(masked)))
+    return stack.close
+
+
+def double_exchanged_gradients() -> Undo:
+    import picotron_ray.parallel.context.ulysses as ulysses
+
+    kept = ulysses._Exchange.backward
+    return replace(ulysses._Exchange, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 2.0, None)))
+
+
+def longer_windows() -> Undo:
+    """Queries of a chunk see one key more of the chunks before it."""
+    import picotron_ray.parallel.context.ring_attention as tiles
+
+    kept = tiles._tile
+    return replace(
+        tiles, "_tile", lambda q, k, window: kept(q, k, window if q == k else window and window + 1)
+    )
+
+
 PLANTS: dict[str, Callable[[int], Undo]] = {
+    "cuda-flash": lambda _: flash_of_cuda(),
+    "exchange": lambda _: double_exchanged_gradients(),
+    "longer-window": lambda _: longer_windows(),
     "cuda-kernels": lambda _: kernels_of_cuda(),
     "cold": lambda _: cold_communicators(),
     "documents": one_document_on_rank_1,

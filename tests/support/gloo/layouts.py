@@ -13,11 +13,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
-from typing import Any
+from typing import Any, get_args
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.validation.layout import layout_problems
-from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.layout import ContextVariant, Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
 from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job
@@ -108,7 +108,7 @@ def products() -> Iterator[Case]:
             continue
         for (schedule, virtual), context, ep, (zero, copies), kind in product(
             schedules if pp > 1 else [("1f1b", 1)],
-            ("ring", "all-gather") if cp > 1 else ("ring",),
+            get_args(ContextVariant) if cp > 1 else ("ring",),
             (1, 2, 4),
             [(0, 1), *product((1, 2, 3), (1, 2) if dp * cp > 2 else (1,))] if dp * cp > 1 else [(0, 1)],
             MODELS,

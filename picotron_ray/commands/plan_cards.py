@@ -44,7 +44,7 @@ def plan_cards(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     plans: list[CardPlan] = []
     for model in models:
         for one in cards:
-            job = shape_of(model, given["overrides"] or [], one.count, "cuda")
+            job = shape_of(model, given["overrides"] or [], one.number, "cuda")
             plans.append(card_plan(model, job, one, prove))
     value = {
         "estimate": True,

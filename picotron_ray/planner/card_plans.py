@@ -36,7 +36,7 @@ SHARES_FROM = "shares fitted to published runs, see picotron-ray plan --validate
 class Cards(NamedTuple):
     """So many of one kind of card, eight to a node."""
 
-    count: int
+    number: int
     name: str
 
 
@@ -81,7 +81,7 @@ def cards_of(words: str) -> list[Cards]:
         ConfigError: for anything else; the line names what is expected.
 
     >>> cards_of("8x80,64xa100-80g")
-    [Cards(count=8, name='h100-80g'), Cards(count=64, name='a100-80g')]
+    [Cards(number=8, name='h100-80g'), Cards(number=64, name='a100-80g')]
     """
     found = []
     for word in words.split(","):
@@ -109,20 +109,20 @@ def card_plan(
     """
     devices = hardware(cards.name, job.precision)
     try:
-        found = plan(job, cards.count, devices, buys=False)
+        found = plan(job, cards.number, devices, buys=False)
     except ConfigError as error:
-        return CardPlan(model, cards.count, cards.name, refused=str(error))
+        return CardPlan(model, cards.number, cards.name, refused=str(error))
     best = found.best
     mfu, (least, most) = found.mfu(best), devices.reached
     sent = [sent_bytes(found.job, best.layout, rank) for rank in range(best.layout.pp)]
     return CardPlan(
         model=model,
-        cards=cards.count,
+        cards=cards.number,
         hardware=cards.name,
         layout=str(best.layout),
         short_name=short_name(best.layout),
         values=best.layout.to_dict(),
-        idle=cards.count - best.layout.world_size,
+        idle=cards.number - best.layout.world_size,
         step_s=best.cost.total_s,
         mfu=mfu,
         mfu_range=(least * mfu, most * mfu),
@@ -183,7 +183,8 @@ def _plan_lines(one: CardPlan) -> Iterator[str]:
     sent = ", ".join(f"{axis} {size / 1e9:.3g} GB" for axis, size in one.sent_bytes.items() if size)
     yield (
         f"{where}  {one.short_name}{idle}: {one.predicted_peak_bytes / 1e9:.3g} GB of"
-        f" {one.budget_bytes / 1e9:.3g}, step {one.step_s:.3g} s, MFU about {100 * one.mfu:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+        f" {one.budget_bytes / 1e9:.3g}, step {one.step_s:.3g} s, MFU about {100 * one.mfu:.0f} %"
+        f" ({100 * low:.0f} to {100 * high:.0f})"
     )
     yield f"{'':20}sent in a step and by a rank: {sent or 'nothing'}"
     if one.dry_run is not None:

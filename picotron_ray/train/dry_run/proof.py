@@ -140,7 +140,7 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     worlds = {rank: rank * layout.world_size // layout.pp for rank in ranks}
     stepped = {rank: dry_run(job, layout, world) for rank, world in worlds.items()}
     proofs = tuple(_rank_proof(job, layout, rank, found) for rank, found in stepped.items())
-    wrong = order_problems({worlds[rank]: found.calls for rank, found in stepped.items()})
+    wrong = order_problems({worlds[rank]: found.all_calls for rank, found in stepped.items()})
     return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole, peak, tuple(wrong))
 
 

@@ -21,7 +21,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -56,7 +56,8 @@ class DryRun:
         peak_bytes: storage alive at most, from the engine's first tensor on.
         by_class: the parts of it that live on after a step, ``weights``, ``gradients`` and ``optimizer``,
             and what is left: ``activations``, gathered weights and temporaries.
-        calls: operations between ranks, in order.
+        setup: operations between ranks that make the groups, once a generation.
+        calls: those of a step, in order.
         kernels: numbers of operators that launch at least one kernel, by name.
         reads: times that the host reads a value from the device, by place in the code.
     """
@@ -66,6 +67,12 @@ class DryRun:
     calls: tuple[Call, ...]
     kernels: dict[str, int]
     reads: dict[str, int]
+    setup: tuple[Call, ...] = ()
+
+    @property
+    def all_calls(self) -> tuple[Call, ...]:
+        """Operations of a communicator's whole life: `setup` and one step."""
+        return self.setup + self.calls
 
     @property
     def sent_bytes(self) -> dict[str, dict[str, int]]:
@@ -99,10 +106,16 @@ def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True)
         raise LayoutError("dry run: saw a process group, expected a process of its own without one")
     mode: Any = _fake_tensors() if fake else contextlib.nullcontext()
     with fake_world(layout, rank):
-        mesh = make_mesh(layout, rank, "cpu")
+        with StepCounter({}) as made:
+            mesh = make_mesh(layout, rank, "cpu")
         counter = StepCounter(_axes(mesh))
         with mode, counter, counter.reads.watching():
-            return _stepped(job, mesh, counter)
+            found = _stepped(job, mesh, counter)
+            by_ranks = {call.ranks: call.axis for call in found.calls}
+            setup = (
+                call._replace(axis=by_ranks[call.ranks]) for call in made.calls if call.ranks in by_ranks
+            )
+            return replace(found, setup=tuple(setup))
 
 
 @contextlib.contextmanager

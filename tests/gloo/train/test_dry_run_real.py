@@ -16,9 +16,9 @@ from tests.support.gloo.pool import Pool
 LAYOUTS = (
     Layout(dp=2, pp=2, zero=1, micro_batch=2),
     Layout(tp=2, micro_batch=8),
-    Layout(dp=4, zero=3, replicate=2, micro_batch=2),
 )
 MORE = (
+    Layout(dp=4, zero=3, replicate=2, micro_batch=2),
     Layout(dp=2, tp=2, micro_batch=2),
     Layout(cp=2, micro_batch=4),
     Layout(dp=4, zero=2, micro_batch=1),

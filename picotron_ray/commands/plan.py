@@ -32,7 +32,8 @@ Gpus = Annotated[
     typer.Option("--gpus", help="devices; default: the workers that the config names, else 8"),
 ]
 HardwareName = Annotated[
-    str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
+    str,
+    typer.Option("--hardware", help="a100-40g, a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json"),
 ]
 Validate = Annotated[
     bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
@@ -169,7 +170,7 @@ def _of_many(given: dict[str, Any]) -> bool:
         return False
     from picotron_ray.commands.plan_cards import plan_cards
 
-    _show(*plan_cards(given), given["json_file"])
+    _show(*plan_cards(given, shape_of, proof_of), given["json_file"])
     return True
 
 

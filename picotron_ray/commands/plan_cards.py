@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from picotron_ray.commands.plan import proof_of, shape_of
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.card_plans import USUAL, CardPlan, card_lines, card_plan, cards_of, rates
 
@@ -17,11 +16,15 @@ ALONE = {
 """Options of one plan, with their defaults."""
 
 
-def plan_cards(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def plan_cards(
+    given: Mapping[str, Any], shape_of: Callable[..., Any], proof_of: Callable[[Any], Any]
+) -> tuple[list[str], dict[str, Any]]:
     """Plan each model on each of the cards; lines, and the same as plain data.
 
     Args:
         given: what `plan` was called with.
+        shape_of: gives the job of a config with overrides on so many devices of a kind.
+        proof_of: steps a plan's layout with fake tensors.
 
     Raises:
         ConfigError: options that do not go together, or cards that are none.

@@ -76,7 +76,7 @@ class StepCounter(TorchDispatchMode):
 
 
 def launches(func: Any) -> bool:
-    """Tell whether an operator launches a kernel: it is neither a view, nor an allocation, nor torch's bookkeeping."""
+    """Tell whether an operator launches a kernel: no view, no allocation, none of torch's bookkeeping."""
     namespace, _, name = func._schema.name.partition("::")
     return namespace not in ("prim", "profiler", "c10d", "_c10d_functional") and not (
         func.is_view or name in NO_KERNELS

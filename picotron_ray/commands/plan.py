@@ -32,7 +32,8 @@ Gpus = Annotated[
     typer.Option("--gpus", help="devices; default: the workers that the config names, else 8"),
 ]
 HardwareName = Annotated[
-    str, typer.Option("--hardware", help="a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json")
+    str,
+    typer.Option("--hardware", help="a100-40g, a100-80g, h100-80g, h200-141g, b200-180g, or a probe's .json"),
 ]
 Validate = Annotated[
     bool, typer.Option("--validate", help="hold the cost model against published runs, row by row")
@@ -74,6 +75,17 @@ DryRun = Annotated[
         "--dry-run", help="also step the layout's engine with fake tensors: peaks and bytes sent, proven"
     ),
 ]
+Recipes = Annotated[
+    bool, typer.Option("--recipes", help="every packaged recipe, on each of --cards, in place of a config")
+]
+CardWords = Annotated[
+    str | None,
+    typer.Option(
+        "--cards",
+        metavar="NUMBERxGB,...",
+        help="a row for each, such as 8x80,64x141 or 8xa100-80g, in place of --gpus and --hardware",
+    ),
+]
 CalibrationWord = Annotated[
     str,
     typer.Option(
@@ -102,6 +114,8 @@ def plan(
     calibration: CalibrationWord = "auto",
     search: Search = None,
     dry_run: DryRun = False,
+    recipes: Recipes = False,
+    cards: CardWords = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the layout for a model on so many devices, and say where its seconds and bytes go.
@@ -113,9 +127,7 @@ def plan(
     """
     given = locals()
     with reported(json_file == "-"), by_gpus(gpus):
-        if validate:
-            _check_alone(given)
-            _validate(json_file)
+        if _of_many(given):
             return
         from picotron_ray.planner import goals
         from picotron_ray.planner.hardware import hardware as named
@@ -146,6 +158,20 @@ def plan(
         if dry_run:
             lines += _prove(found, value)
         _show(lines, value, json_file)
+
+
+def _of_many(given: dict[str, Any]) -> bool:
+    """Answer for published runs, or for several cards and recipes; False: one plan is asked for."""
+    if given["validate"]:
+        _check_alone(given)
+        _validate(given["json_file"])
+        return True
+    if not given["recipes"] and given["cards"] is None:
+        return False
+    from picotron_ray.commands.plan_cards import plan_cards
+
+    _show(*plan_cards(given, shape_of, proof_of), given["json_file"])
+    return True
 
 
 def _size_cluster(found: Any, value: dict[str, Any], write_size: Path | None) -> list[str]:
@@ -182,15 +208,20 @@ def _search_ways(job: Any, gpus: int, devices: Any, goal: str, search: str) -> t
 
 def _prove(found: Any, value: dict[str, Any]) -> list[str]:
     """Add the dry run of a plan to what is written; returns its lines. Imports torch."""
+    proof = proof_of(found)
+    value["dry_run"] = proof.to_dict()
+    return proof.lines()
+
+
+def proof_of(found: Any) -> Any:
+    """Step a plan's layout with fake tensors. Imports torch. Raises ConfigError for what needs a GPU."""
     if found.job.precision == "fp8":
         raise ConfigError(
             "--dry-run: saw precision=fp8, whose products need a GPU; say precision=bf16, or drop it"
         )
     from picotron_ray.train.dry_run.proof import prove
 
-    proof = prove(found.job, found.best.layout)
-    value["dry_run"] = proof.to_dict()
-    return proof.lines()
+    return prove(found.job, found.best.layout)
 
 
 def _check_alone(given: dict[str, Any]) -> None:
@@ -201,6 +232,7 @@ def _check_alone(given: dict[str, Any]) -> None:
         )
     alone = {**dict.fromkeys(given), "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
     alone |= {"calibration": "auto", "dry_run": False, "validate": True, "json_file": given["json_file"]}
+    alone |= {"recipes": False}
     other = next((name for name, value in given.items() if value != alone[name]), None)
     if other is not None:
         option = {"what_for": "for"}.get(other, other).replace("_", "-")

@@ -24,6 +24,7 @@ class DataSheet:
         host_link_bytes_s: to the host, per direction.
         matmul_share: of ``flops`` that large products reach.
         attention_share, attention_backward_share: of ``flops`` that FlashAttention-2 reaches.
+        source: of the peaks.
     """
 
     flops: float
@@ -35,22 +36,24 @@ class DataSheet:
     matmul_share: float
     attention_share: float
     attention_backward_share: float
+    source: str
 
 
 A100 = {"matmul_share": 0.84, "attention_share": 0.48, "attention_backward_share": 0.38}
+A100_SOURCE = "NVIDIA A100 data sheet, 2021: SXM4, NVLink, one HDR InfiniBand card each"
+H100_SOURCE = "NVIDIA H100 data sheet, 2023: SXM5, NVLink, one NDR InfiniBand card each"
+H200_SOURCE, B200_SOURCE = (f"NVIDIA {name} data sheet, 2024" for name in ("H200", "B200"))
 H100 = {"matmul_share": 0.70, "attention_share": 0.43, "attention_backward_share": 0.17}
 
 DATA_SHEETS = {
-    # NVIDIA A100 data sheet (2021): SXM4, NVLink 600 GB/s in both directions, one HDR InfiniBand card each
-    "a100-40g": DataSheet(312e12, 40e9, 1.555e12, 3e11, 2.5e10, 3.2e10, **A100),
-    "a100-80g": DataSheet(312e12, 80e9, 2.039e12, 3e11, 2.5e10, 3.2e10, **A100),
-    # NVIDIA H100 data sheet (2023): SXM5, NVLink 900 GB/s, one NDR InfiniBand card each
-    "h100-80g": DataSheet(989e12, 80e9, 3.35e12, 4.5e11, 5e10, 6.4e10, **H100),
-    # of torchtitan's report (2024-12): HBM2e, 500 W
-    "h100-96g-hbm2e-500w": DataSheet(989e12, 96e9, 2.4e12, 4.5e11, 5e10, 6.4e10, **H100),
-    # NVIDIA H200 and B200 data sheets (2024)
-    "h200-141g": DataSheet(989e12, 141e9, 4.8e12, 4.5e11, 5e10, 6.4e10, **H100),
-    "b200-180g": DataSheet(2250e12, 180e9, 8e12, 9e11, 5e10, 6.4e10, **H100),
+    "a100-40g": DataSheet(312e12, 40e9, 1.555e12, 3e11, 2.5e10, 3.2e10, **A100, source=A100_SOURCE),
+    "a100-80g": DataSheet(312e12, 80e9, 2.039e12, 3e11, 2.5e10, 3.2e10, **A100, source=A100_SOURCE),
+    "h100-80g": DataSheet(989e12, 80e9, 3.35e12, 4.5e11, 5e10, 6.4e10, **H100, source=H100_SOURCE),
+    "h100-96g-hbm2e-500w": DataSheet(
+        989e12, 96e9, 2.4e12, 4.5e11, 5e10, 6.4e10, **H100, source="torchtitan, 2024-12: HBM2e, 500 W"
+    ),
+    "h200-141g": DataSheet(989e12, 141e9, 4.8e12, 4.5e11, 5e10, 6.4e10, **H100, source=H200_SOURCE),
+    "b200-180g": DataSheet(2250e12, 180e9, 8e12, 9e11, 5e10, 6.4e10, **H100, source=B200_SOURCE),
 }
 
 MEMORY_SHARE = 0.76

@@ -14,7 +14,7 @@ from picotron_ray.planner.routes import Link
 from picotron_ray.planner.software_profile import OURS
 from picotron_ray.planner.words import counted
 
-NAMES = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
+NAMES = ("a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g")
 """Names that a user may give; other data sheets belong to published runs."""
 NODE = 8
 

@@ -131,23 +131,28 @@ def exchange(mine: Contribution, layout: Layout, device: torch.device, group: An
         RuntimeError: a peer is gone, or the groups were aborted. Or two ranks of one DP replica fed different
             tokens: a bug, with which training must not go on.
     """
+    table = np.frombuffer(to_host(gather(mine, layout, device, group)).numpy().tobytes(), RECORD)
+    if (table["step"] != mine.step).any():
+        rank = int((table["step"] != mine.step).argmax())
+        seen = int(table["step"][rank])
+        raise PeerLostError(f"the exchange of step {mine.step} has rank {rank}'s numbers of step {seen}")
+    return agree(table, layout)
+
+
+def gather(mine: Contribution, layout: Layout, device: torch.device, group: Any = None) -> Tensor:
+    """All-gather ``mine`` over all ranks, on the device: records one after the other, as int64."""
     packed = mine.record.tobytes()
     # non-blocking: the driver has copied so few pageable bytes when the call returns
     local = torch.frombuffer(bytearray(packed), dtype=torch.int64).to(device, non_blocking=True)
     for name, field in (RECORD.fields or {}).items():
         if isinstance(value := getattr(mine, name), Tensor):
             local.view(torch.float64).narrow(0, field[1] // 8, 1).copy_(value)
-    gathered = local
-    if layout.world_size > 1:
-        gathered = local.new_full((layout.world_size * local.numel(),), NOWHERE)
-        SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
-        all_gather_single(gathered, local, group=group)
-    table = np.frombuffer(to_host(gathered).numpy().tobytes(), RECORD)
-    if (table["step"] != mine.step).any():
-        rank = int((table["step"] != mine.step).argmax())
-        seen = int(table["step"][rank])
-        raise PeerLostError(f"the exchange of step {mine.step} has rank {rank}'s numbers of step {seen}")
-    return agree(table, layout)
+    if layout.world_size == 1:
+        return local
+    gathered = local.new_full((layout.world_size * local.numel(),), NOWHERE)
+    SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
+    all_gather_single(gathered, local, group=group)
+    return gathered
 
 
 def to_host(numbers: Tensor) -> Tensor:

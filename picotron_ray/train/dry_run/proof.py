@@ -12,6 +12,7 @@ from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
 from picotron_ray.planner.sent_bytes import AXES, sent_bytes
 from picotron_ray.planner.words import counted
+from picotron_ray.train.dry_run.call_order import order_problems
 from picotron_ray.train.dry_run.run import DryRun, dry_run
 
 MOST_RANKS = 3
@@ -21,12 +22,16 @@ PASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class RankProof:
-    """One pipeline rank: bytes by the model and as counted.
+    """One rank: bytes by the model and as counted, and what else it does in a step.
 
     Fields:
         rank: of the pipeline.
         predicted_peak, traced_peak: bytes, with the kernels of CPUs.
         predicted_sent, traced_sent: bytes of a step by axis.
+        sent_by_type: those that were traced, by axis of the mesh and type.
+        collectives, messages: calls of the step.
+        kernels: operators that launch at least one.
+        reads: times that the host reads from the device, by place in the code.
     """
 
     rank: int
@@ -34,6 +39,11 @@ class RankProof:
     traced_peak: int
     predicted_sent: dict[str, float]
     traced_sent: dict[str, float]
+    sent_by_type: dict[str, dict[str, int]]
+    collectives: int
+    messages: int
+    kernels: int
+    reads: dict[str, int]
 
     @property
     def error(self) -> float:
@@ -51,17 +61,20 @@ class PlanProof:
     Fields:
         micro_batches, of: micro-batches that were stepped, of those of the whole step.
         whole_peak: predicted bytes of the fullest rank in the whole step.
+        order_problems: communicators that two of the ranks use in another order; under NCCL they would hang.
     """
 
     ranks: tuple[RankProof, ...]
     micro_batches: int
     of: int
     whole_peak: float
+    order_problems: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         ranks = [one.to_dict() for one in self.ranks]
         steps = {"micro_batches": self.micro_batches, "of_micro_batches": self.of}
-        return {"ranks": ranks, **steps, "whole_peak": self.whole_peak}
+        problems = list(self.order_problems)
+        return {"ranks": ranks, **steps, "whole_peak": self.whole_peak, "order_problems": problems}
 
     def lines(self) -> list[str]:
         """The proof as text."""
@@ -78,6 +91,8 @@ class PlanProof:
                 for axis in AXES
                 if one.predicted_sent[axis] or one.traced_sent[axis]
             ]
+            found += _other_lines(one)
+        found += [f"  order of calls: {problem}" for problem in self.order_problems]
         more = self.whole_peak - max((one.predicted_peak for one in self.ranks), default=0.0)
         if more > 0.01 * self.whole_peak:
             further = self.of - self.micro_batches
@@ -86,6 +101,24 @@ class PlanProof:
                 f" {more / 1e9:.3g} GB more, of {further} further micro-batches' buffers, not traced"
             )
         return found
+
+
+def _other_lines(one: RankProof) -> list[str]:
+    """Types that travel, calls, kernels and reads of a rank."""
+    types = [
+        f"{axis} {kind} {size / 1e9:.3g} GB"
+        for axis, by_type in one.sent_by_type.items()
+        for kind, size in by_type.items()
+        if size
+    ]
+    found = [f"    by type: {', '.join(types)}"] if types else []
+    found.append(
+        f"    {counted(one.collectives, 'collective')}, {counted(one.messages, 'message')},"
+        f" {counted(one.kernels, 'operator')} that launch kernels,"
+        f" {counted(sum(one.reads.values()), 'read')} by the host"
+    )
+    most = sorted(one.reads.items(), key=lambda pair: (-pair[1], pair[0]))
+    return found + [f"      read at {place}{f', {count} times' * (count > 1)}" for place, count in most]
 
 
 def prove(job: JobConfig, layout: Layout) -> PlanProof:
@@ -104,8 +137,11 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     if count < whole and not layout.replica_rows and not job.layout.actions:
         rows = layout.dp * layout.micro_batch * count
         job = job.model_copy(update={"data": job.data.model_copy(update={"global_batch": rows})})
-    proofs = tuple(_rank_proof(job, layout, rank) for rank in ranks)
-    return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole, peak)
+    worlds = {rank: rank * layout.world_size // layout.pp for rank in ranks}
+    stepped = {rank: dry_run(job, layout, world) for rank, world in worlds.items()}
+    proofs = tuple(_rank_proof(job, layout, rank, found) for rank, found in stepped.items())
+    wrong = order_problems({worlds[rank]: found.all_calls for rank, found in stepped.items()})
+    return PlanProof(proofs, layout.micro_batches(job.data.global_batch), whole, peak, tuple(wrong))
 
 
 def _ranks(job: JobConfig, layout: Layout) -> list[int]:
@@ -119,10 +155,19 @@ def _predicted(job: JobConfig, layout: Layout, rank: int) -> float:
     return rank_memory(job, layout, rank, blocks_again(job, layout, rank)).total_bytes
 
 
-def _rank_proof(job: JobConfig, layout: Layout, rank: int) -> RankProof:
-    found = dry_run(job, layout, rank * layout.world_size // layout.pp)
+def _rank_proof(job: JobConfig, layout: Layout, rank: int, found: DryRun) -> RankProof:
+    messages = sum(call.message for call in found.calls)
     return RankProof(
-        rank, _predicted(job, layout, rank), found.peak_bytes, sent_bytes(job, layout, rank), _by_axis(found)
+        rank=rank,
+        predicted_peak=_predicted(job, layout, rank),
+        traced_peak=found.peak_bytes,
+        predicted_sent=sent_bytes(job, layout, rank),
+        traced_sent=_by_axis(found),
+        sent_by_type=found.sent_bytes,
+        collectives=len(found.calls) - messages,
+        messages=messages,
+        kernels=sum(found.kernels.values()),
+        reads=found.reads,
     )
 
 

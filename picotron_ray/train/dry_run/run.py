@@ -1,13 +1,15 @@
-"""A dry run: one rank's real engine built and stepped with fake tensors, its bytes counted, nothing computed.
+"""A dry run: one rank's real engine stepped with fake tensors, what it does counted, nothing computed.
 
 ``FakeTensorMode`` gives every operator's result its shape, dtype and storage but no memory, and torch's fake
 process group answers every collective at once, so that one process stands for one rank of any layout. The
-engine is the one that trains: its stages, hooks, schedule, reduction, clipping and optimizer step.
+engine is the one that trains: its stages, hooks, schedule, reduction, clipping, the exchange that ends a
+step, and the optimizer's update.
 
 What is not as in training, and named here:
 
 - every value that the host reads from a tensor (loss, norms) is 1, and a mixture's router spreads tokens
   evenly over its experts (`even_routes`),
+- kernels are those of the CPU,
 - workspaces inside kernels and the allocator's rounding are not seen.
 """
 
@@ -19,7 +21,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -35,32 +37,63 @@ from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh, make_mesh
-from picotron_ray.train.dry_run.byte_counter import ByteCounter
+from picotron_ray.train.dry_run.call_order import Call
 from picotron_ray.train.dry_run.even_routes import counts_are_carried
+from picotron_ray.train.dry_run.step_counter import StepCounter
 from picotron_ray.train.engine import Engine
+from picotron_ray.train.step_sync import Contribution, gather, to_host
 
+WORLD = "world"
+"""Axis of what all ranks do together."""
 STEPS = 2  # the second one has the moments, gradients and buffers that the first one leaves
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Bytes that one rank would allocate and send in a step.
+    """What one rank would allocate, send, launch and wait for in a step.
 
     Fields:
         peak_bytes: storage alive at most, from the engine's first tensor on.
         by_class: the parts of it that live on after a step, ``weights``, ``gradients`` and ``optimizer``,
             and what is left: ``activations``, gathered weights and temporaries.
-        sent_bytes_by_axis: bytes that the rank sends in one step, by the mesh's axis, as rings send them:
-            (n-1)/n of the whole buffer for a gather, a scatter or an exchange, twice that for an all-reduce.
+        setup: operations between ranks that make the groups, once a generation.
+        calls: those of a step, in order.
+        kernels: numbers of operators that launch at least one kernel, by name.
+        reads: times that the host reads a value from the device, by place in the code.
     """
 
     peak_bytes: int
     by_class: dict[str, int]
-    sent_bytes_by_axis: dict[str, int]
+    calls: tuple[Call, ...]
+    kernels: dict[str, int]
+    reads: dict[str, int]
+    setup: tuple[Call, ...] = ()
+
+    @property
+    def all_calls(self) -> tuple[Call, ...]:
+        """Operations of a communicator's whole life: `setup` and one step."""
+        return self.setup + self.calls
+
+    @property
+    def sent_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes that the rank sends by axis of the mesh (``world``: all ranks) and type, as rings send them.
+
+        A gather, a scatter or an exchange sends (n-1)/n of the whole buffer, an all-reduce twice that.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for call in self.calls:
+            by_type = found.setdefault(call.axis or WORLD, {})
+            by_type[call.dtype] = by_type.get(call.dtype, 0) + call.sent_bytes
+        return found
+
+    @property
+    def sent_bytes_by_axis(self) -> dict[str, int]:
+        """`sent_bytes` of all types."""
+        return {axis: sum(by_type.values()) for axis, by_type in self.sent_bytes.items()}
 
 
 def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True) -> DryRun:
-    """Step one rank's engine with fake tensors, and count bytes.
+    """Step one rank's engine with fake tensors, and count.
 
     Args:
         fake: False computes with real tensors on the CPU, peers being fake all the same: their parts of
@@ -73,10 +106,16 @@ def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True)
         raise LayoutError("dry run: saw a process group, expected a process of its own without one")
     mode: Any = _fake_tensors() if fake else contextlib.nullcontext()
     with fake_world(layout, rank):
-        mesh = make_mesh(layout, rank, "cpu")
-        counter = ByteCounter(_axes(mesh))
-        with mode, counter:
-            return _stepped(job, mesh, counter)
+        with StepCounter({}) as made:
+            mesh = make_mesh(layout, rank, "cpu")
+        counter = StepCounter(_axes(mesh))
+        with mode, counter, counter.reads.watching():
+            found = _stepped(job, mesh, counter)
+            by_ranks = {call.ranks: call.axis for call in found.calls}
+            setup = (
+                call._replace(axis=by_ranks[call.ranks]) for call in made.calls if call.ranks in by_ranks
+            )
+            return replace(found, setup=tuple(setup))
 
 
 @contextlib.contextmanager
@@ -107,29 +146,37 @@ def _forget_tables() -> None:
                     member.cache_clear()
 
 
-def _stepped(job: JobConfig, mesh: Mesh, counter: ByteCounter) -> DryRun:
+def _stepped(job: JobConfig, mesh: Mesh, counter: StepCounter) -> DryRun:
     engine = Engine(job, mesh, torch.device("cpu"))
     batch = token_batch(job, mesh.layout, mesh.at.dp)
     for _ in range(STEPS):
-        counter.sent.clear()
-        engine.forward_backward(batch)
-        engine.reduce()
-        engine.clip()
-        engine.optimizer_step(1e-3)
+        counter.begin_step()
+        _step(engine, batch)
     weights = _storages(item.tensor for item in engine.weights())
     moments = _storages(item.tensor for item in engine.state()) - weights
     gradients = _storages(engine._gradients.values) - weights
+    living = counter.bytes
     by_class = {
-        "weights": counter.alive(weights),
-        "gradients": counter.alive(gradients),
-        "optimizer": counter.alive(moments),
+        "weights": living.alive(weights),
+        "gradients": living.alive(gradients),
+        "optimizer": living.alive(moments),
     }
-    by_class["activations"] = counter.peak - sum(by_class.values())
-    found = DryRun(counter.peak, by_class, dict(counter.sent))
+    by_class["activations"] = living.peak - sum(by_class.values())
+    calls, kernels = tuple(counter.calls), dict(counter.kernels)
+    found = DryRun(living.peak, by_class, calls, kernels, dict(counter.reads.found))
     engine.close()
     del engine
     gc.collect()
     return found
+
+
+def _step(engine: Engine, batch: StepBatch) -> None:
+    """Step as the loop does, up to what is on no device."""
+    loss, norm = engine.gradients_of(batch)
+    load = engine.expert_load()
+    told = Contribution(loss, norm, imbalance=load.imbalance, dropped=load.dropped, step=batch.step)
+    to_host(gather(told, engine.layout, engine.device))
+    engine.optimizer_step(1e-3)
 
 
 def token_batch(job: JobConfig, layout: Layout, dp_index: int) -> StepBatch:

@@ -9,13 +9,13 @@ import pytest
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
-from tests.support.gloo.call_order import Called, order_problems
+from picotron_ray.train.dry_run.call_order import Call, order_problems
 from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job, run_layout
 from tests.support.gloo.pool import Pool
 
 TIED = ModelConfig(**{**MODEL.model_dump(), "tie_embeddings": True})
-SUM = Called("tp", (0, 1), "all_reduce", "[[1]]", False)
-SENT = Called("tp", (0, 1), "send", "[[4]]", True)
+SUM = Call("tp", (0, 1), "all_reduce", "[[1]]", False)
+SENT = Call("tp", (0, 1), "send", "[[4]]", True)
 GATHERED = SUM._replace(kind="all_gather")
 
 

@@ -145,7 +145,10 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
             ("plan", "tiny", "--calibration", __file__),
             "which holds no measured runs; expected auto, none, or",
         ),
-        (("plan", "tiny", "--hardware", "h100"), "--hardware: saw h100, expected one of a100-80g, h100-80g"),
+        (
+            ("plan", "tiny", "--hardware", "h100"),
+            "--hardware: saw h100, expected one of a100-40g, a100-80g, h100-80g",
+        ),
         (("plan", "llama-3-70b", "--gpus", "8"), "; 24 h100-80g would do"),
         (("plan", "quickstart", "layout.dp=16"), "= 16 workers, more than cluster.max_workers=4; nearest"),
         (

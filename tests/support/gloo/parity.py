@@ -14,7 +14,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import finetuned_table
-from tests.support.gloo.call_order import order_problems
+from picotron_ray.train.dry_run.call_order import order_problems
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     MODEL,
     SEQUENCE,

@@ -23,8 +23,9 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.layout.layout import Layout
+from picotron_ray.train.dry_run.call_order import Call
 from picotron_ray.train.engine import build_engine
-from tests.support.gloo.call_order import Called, calls, keep_calls
+from tests.support.gloo.call_order import calls, keep_calls
 from tests.support.gloo.devices import group_options, own_device
 from tests.support.gloo.faults import planted
 from tests.support.gloo.pool import Job
@@ -182,7 +183,7 @@ class Result:
     applied: tuple[str, ...] = ()
     stable: bool = True  # the state's storage did not move
     phases: list[str] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)  # of the whole generation, with the last result
+    calls: list[Call] = field(default_factory=list)  # of the whole generation, with the last result
 
 
 def train(job: JobConfig, layout: Layout, rank: int, groups: Any, device: torch.device = CPU) -> Result:

@@ -50,7 +50,7 @@ STEPS = 2  # the second one has the moments, gradients and buffers that the firs
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What one rank would allocate, send, launch and wait for in a step.
+    """Bytes, calls, kernels and reads of one rank in a step.
 
     Fields:
         peak_bytes: storage alive at most, from the engine's first tensor on.

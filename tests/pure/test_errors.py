@@ -15,7 +15,7 @@ CODES = {
     "PartsGoneError": 4, "NumericsError": 3, "StorageFullError": 4, "SlotReusedError": 3, "SlotRoomError": 3,
     "FencedError": 3, "SlotError": 3, "SlotUnreachableError": 3, "PeerLostError": 3, "UnmarkedError": 3,
     "DivergedError": 3, "NotRunningError": 2,
-    "ServiceBusyError": 3, "LedgerGoneError": 4, "NewerSchemaError": 2,
+    "ServiceBusyError": 3, "LedgerGoneError": 4, "NewerSchemaError": 2, "NoDeviceError": 5,
 }  # fmt: skip
 
 

@@ -170,6 +170,8 @@ def _of_many(given: dict[str, Any]) -> bool:
         return False
     from picotron_ray.commands.plan_cards import plan_cards
 
+    of_many = ("config", "overrides", "cards", "recipes", "dry_run", "json_file")
+    _refuse_others(given, "plan --cards", "--dry-run and --json", of_many)
     _show(*plan_cards(given, shape_of, proof_of), given["json_file"])
     return True
 
@@ -230,14 +232,18 @@ def _check_alone(given: dict[str, Any]) -> None:
         raise ConfigError(
             f"plan --validate: saw {given['config']}, expected no config: it predicts published runs"
         )
-    alone = {**dict.fromkeys(given), "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
-    alone |= {"calibration": "auto", "dry_run": False, "validate": True, "json_file": given["json_file"]}
-    alone |= {"recipes": False}
-    other = next((name for name, value in given.items() if value != alone[name]), None)
-    if other is not None:
+    _refuse_others(given, "plan --validate", "--json", ("validate", "json_file"))
+
+
+def _refuse_others(given: dict[str, Any], door: str, expected: str, allowed: tuple[str, ...]) -> None:
+    """Refuse options of one plan beside those that are allowed, where they have not their defaults."""
+    defaults = {**dict.fromkeys(given), "hardware": HARDWARE, "goal": GOAL, "what_for": "run"}
+    defaults |= {"calibration": "auto", "dry_run": False, "recipes": False, "validate": False}
+    found = (name for name, value in given.items() if name not in allowed and value != defaults[name])
+    if other := next(found, None):
         option = {"what_for": "for"}.get(other, other).replace("_", "-")
         raise ConfigError(
-            f"plan --validate: saw --{option}, which is of one plan, expected --json alone; drop one of them"
+            f"{door}: saw --{option}, which is of one plan, expected {expected} alone; drop one of them"
         )
 
 

@@ -8,13 +8,6 @@ from typing import Any
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.card_plans import USUAL, CardPlan, card_lines, card_plan, cards_of, rates
 
-ALONE = {
-    "gpus": None, "hardware": "h100-80g", "goal": "throughput", "tokens": None, "deadline": None,
-    "price": None, "losing": None, "what_for": "run", "write_size": None, "calibration": "auto",
-    "search": None,
-}  # fmt: skip
-"""Options of one plan, with their defaults."""
-
 
 def plan_cards(
     given: Mapping[str, Any], shape_of: Callable[..., Any], proof_of: Callable[[Any], Any]
@@ -31,13 +24,6 @@ def plan_cards(
     """
     from picotron_ray.config.load import recipe_names
 
-    other = next((name for name, value in ALONE.items() if given[name] != value), None)
-    if other is not None:
-        option = {"what_for": "for"}.get(other, other).replace("_", "-")
-        raise ConfigError(
-            f"plan --cards: saw --{option}, which is of one plan, expected --dry-run and --json alone; drop"
-            " one of them"
-        )
     if given["recipes"] == (given["config"] is not None):
         saw = f"{given['config']} with it" if given["recipes"] else "no config"
         raise ConfigError(f"plan --recipes: saw {saw}, expected a config or --recipes, not both")

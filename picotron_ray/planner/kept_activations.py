@@ -206,11 +206,8 @@ def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
 
     Under autocast the residual stream stays wide, and every projection casts its own input.
     """
-    sizes, item, scores = (
-        sizes_of(job.model),
-        COMPUTE_BYTES[job.precision],
-        score_bytes(job, layout.row_parts),
-    )
+    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    scores = score_bytes(job, layout.row_parts)
     wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
     whole = sizes.activations
     if job.kernels.activation == "compiled":  # silu of the gate is computed again

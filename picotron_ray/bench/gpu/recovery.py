@@ -24,6 +24,7 @@ from picotron_ray.bench.gpu.ranks import Answer, Ranks
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import PicotronError
+from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
@@ -32,6 +33,8 @@ Say = Callable[[str], None]
 NEVER = 1_000_000
 KILL_AT = 8
 """Step whose snapshot is sealed everywhere before a rank is killed."""
+LEFT = ("interrupted", str(FailureKind.PEER_LOST))
+"""Outcomes of those that survive."""
 WARM = 3
 """First steps of a generation that are not counted."""
 
@@ -93,7 +96,7 @@ def one_kill(job: JobConfig, ranks: Ranks, count: int) -> dict[str, Any]:
     killed_s = ranks.kill(ranks.members[first.world_size - 1])
     ranks.order_abort()
     left = ranks.answers(ranks.members)
-    wrong = [answer for answer in left if answer["kind"] not in ("peer-lost", "interrupted", "peer_lost")]
+    wrong = [answer for answer in left if answer["kind"] not in LEFT]
     if wrong:
         raise PicotronError(
             f"bench gpu: a survivor ended with {wrong[0]['kind']}: {wrong[0]['detail'][:300]}"

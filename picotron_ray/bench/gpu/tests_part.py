@@ -15,6 +15,8 @@ from picotron_ray.errors import PicotronError
 
 REHEARSAL = "PICOTRON_GPU_REHEARSAL"
 """Variable by which tests/gpu runs on CPUs what it can."""
+LONGEST_S = 4 * 3600
+"""After which they are ended: a kernel that hangs holds pytest's own timeouts up too."""
 
 
 def checkout() -> Path | None:
@@ -29,7 +31,7 @@ def bench_tests(root: Path, kind: str, chosen: str, folder: Path) -> dict[str, A
     Args:
         chosen: pytest's expression of names (``-k``); empty: all.
 
-    Raises PicotronError where pytest itself fails.
+    Raises PicotronError where pytest itself fails, TimeoutExpired after `LONGEST_S`.
     """
     report = folder / "tests.xml"
     command = [
@@ -50,6 +52,7 @@ def bench_tests(root: Path, kind: str, chosen: str, folder: Path) -> dict[str, A
         capture_output=True,
         text=True,
         check=False,
+        timeout=LONGEST_S,
     )
     if not report.exists():
         said = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing"]

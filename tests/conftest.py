@@ -100,7 +100,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ByTier(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if "pure/" in nodeid:
+            if "pure/" in nodeid or "gpu/" in nodeid:
                 return nodeid.partition("::")[0]
             return "numerics" if any(f"gloo/{part}" in nodeid for part in NUMERICS) else "with processes"
 

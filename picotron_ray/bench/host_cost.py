@@ -19,6 +19,8 @@ import torch
 
 from picotron_ray.bench.common.machine import machine
 from picotron_ray.bench.common.report import machine_line
+from picotron_ray.bench.rendezvous_calls import rendezvous_calls
+from picotron_ray.comm.collectives.world_gather import gather_world, world_rounds
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.errors import ConfigError
@@ -32,6 +34,7 @@ STEPS = 5
 REPEATS = 20
 CPU = torch.device("cpu")
 MOST_RANKS = 1 << 17
+NODE_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class HostCost:
         build_s: building the engine, once a generation.
         step_us: forward, backward, reduction, clipping and update, median of `STEPS`.
         agree_us: computing what all ranks agree on, from their numbers, median of `REPEATS`.
+        exchange_us: the step's exchange, fake as its gathers are, median of `REPEATS`.
+        rounds: of those gathers, one after the other, on nodes of `NODE_RANKS`.
+        store_calls: to the rendezvous store in a generation (`rendezvous_calls`).
         line_us: writing the step's line of the ledger, of which rank 0 alone has each replica's rows.
     """
 
@@ -52,6 +58,9 @@ class HostCost:
     build_s: float
     step_us: float
     agree_us: float
+    exchange_us: float
+    rounds: int
+    store_calls: int
     line_us: float
 
 
@@ -88,7 +97,8 @@ def cost(ranks: int, zero: int) -> HostCost:
     torch.set_num_threads(1)
     with fake_world(layout, 0):
         began = time.perf_counter()
-        mesh = make_mesh(layout, 0, "cpu")
+        nodes = [str(rank // NODE_RANKS) for rank in range(ranks)]
+        mesh = make_mesh(layout, 0, "cpu", nodes=nodes)
         meshed = time.perf_counter()
         engine = Engine(job, mesh, CPU)
         built = time.perf_counter()
@@ -100,6 +110,10 @@ def cost(ranks: int, zero: int) -> HostCost:
 
         step()
         step_s = _median(step, STEPS)
+        local = torch.zeros(RECORD.itemsize // 8, dtype=torch.int64)
+        room = torch.zeros(ranks * len(local), dtype=torch.int64)
+        exchange_s = _median(lambda: gather_world(room, local), REPEATS) if ranks > 1 else 0.0
+        rounds = world_rounds(ranks)
         engine.close()
     table = np.repeat(Contribution(1.0, 1.0).record, ranks)
     table["rows"] = np.arange(ranks)[:, None] + [0, 1]
@@ -111,6 +125,9 @@ def cost(ranks: int, zero: int) -> HostCost:
         built - meshed,
         1e6 * step_s,
         1e6 * _median(lambda: agree(table.astype(RECORD), layout), REPEATS),
+        1e6 * exchange_s,
+        rounds,
+        rendezvous_calls(ranks)[0],
         1e6 * _median(lambda: json.dumps({"rows": line_rows(rows)}, separators=(",", ":")), REPEATS),
     )
 
@@ -127,9 +144,13 @@ def _median(call: Callable[[], object], times: int) -> float:
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """Report of the bench, as people read it."""
     yield f"one rank's host, ZeRO {found['zero']}, {machine_line(found)}"
-    yield f"{'ranks':>8} {'mesh s':>8} {'build s':>8} {'step µs':>9} {'agree µs':>9} {'ledger µs':>10}"
+    yield (
+        f"{'ranks':>8} {'mesh s':>8} {'build s':>8} {'step µs':>9} {'agree µs':>9} {'gather µs':>9}"
+        f" {'rounds':>7} {'store':>6} {'ledger µs':>10}"
+    )
     for each in found["sizes"]:
         yield (
             f"{each['ranks']:>8,} {each['mesh_s']:>8.2f} {each['build_s']:>8.2f} {each['step_us']:>9,.0f}"
-            f" {each['agree_us']:>9,.0f} {each['line_us']:>10,.0f}"
+            f" {each['agree_us']:>9,.0f} {each['exchange_us']:>9,.0f} {each['rounds']:>7,}"
+            f" {each['store_calls']:>6} {each['line_us']:>10,.0f}"
         )

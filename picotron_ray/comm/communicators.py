@@ -1,7 +1,7 @@
 """Communicators of a generation: made in one place, at once and in one order on all ranks.
 
 Under gloo the members of a group meet alone. NCCL splits the groups of an axis off the default one, by a call
-of all ranks (``ncclCommSplit``): no rendezvous of their own, and buffers that they share with it.
+of all ranks (``ncclCommSplit``): no rendezvous of their own. Each has buffers of its own.
 
 The first operation of a communicator must be one of all its ranks: NCCL connects them by it. Where it is a
 message between two (a pipeline's first activation, gradients of an embedding tied over three or more stages)

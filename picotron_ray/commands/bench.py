@@ -177,6 +177,7 @@ def bench_mfu(
 def bench_gpu(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="where the JSON named by the device goes")],
     cpu: Annotated[bool, typer.Option("--cpu", help="rehearse every part over gloo")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, switches and kills: minutes")] = False,
     parts: Annotated[
         str, typer.Option(help="all, or some of tests, mfu, snapshots, kill, service, with commas between")
     ] = "all",
@@ -193,7 +194,7 @@ def bench_gpu(
     with _reported(None):
         from picotron_ray.bench.gpu import bench, report
 
-        found = bench.bench(bench.GpuOptions(out, cpu, parts, workers, picotron, torchtitan), _say)
+        found = bench.bench(bench.GpuOptions(out, cpu, quick, parts, workers, picotron, torchtitan), _say)
         _result(found, report.lines(found), None)
         if found["failed"]:
             raise PicotronError(f"bench gpu: failed: {', '.join(found['failed'])}")
@@ -314,6 +315,25 @@ def bench_alerts(
                     recording.record(name, seed, windows, folder.absolute(), _say)
         found = rates(recording.recorded(folder))
         _result(found, list(lines(found)), json_file)
+
+
+@benchmarks.command("experts")
+def bench_experts(
+    tokens: Annotated[int, typer.Option(help="of a micro-batch")] = 8192,
+    experts: Annotated[int, typer.Option(help="of a mixture, a multiple of 4")] = 64,
+    top_k: Annotated[int, typer.Option(help="experts of a token")] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Milliseconds that the order of experts' rows takes, by counts on the host and on the device.
+
+    Example: picotron-ray bench experts --tokens 16384 --experts 128 --top-k 8
+    """
+    with _reported(json_file):
+        from picotron_ray.bench import expert_order
+
+        found = expert_order.bench(tokens, experts, top_k, device, _say)
+        _result(found, expert_order.lines(found), json_file)
 
 
 @benchmarks.command("initial-weights")

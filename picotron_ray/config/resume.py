@@ -24,6 +24,7 @@ _VERDICTS: dict[str, Verdict] = {
     "seed": "refuse",
     "precision": "refuse",
     "adaptive_precision": "warn",
+    "fp8": "warn",
     "model": "refuse",
     "model.plan": "may",  # state is kept uncut: another cut restores from it
     "model.built": "may",
@@ -36,6 +37,7 @@ _VERDICTS: dict[str, Verdict] = {
     "comm.gradients": "warn",
     "comm.ratio": "warn",
     "comm.bits": "warn",
+    "comm.reduce_dtype": "warn",
     "init_from": "refuse",
     "evaluate.samples": "warn",
     "evaluate.weights": "warn",

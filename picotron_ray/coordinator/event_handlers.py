@@ -153,6 +153,7 @@ def outcome(memory: MachineMemory, event: m.Outcome) -> None:
     if worker is None or event.worker in memory.outcomes or not memory.in_generation:
         return
     memory.outcomes[event.worker] = event
+    memory.expert_loads |= {told.layer: told.loads for told in event.expert_loads}
     if memory.state is MachineState.ABORTING:
         memory.heard(len(memory.spec.members) - len(memory.outcomes))
     if worker.state == "busy":

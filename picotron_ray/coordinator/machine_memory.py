@@ -145,6 +145,7 @@ class MachineMemory:
     """Who wrote the commits of ``checkpoint.resume_step``, void ones included."""
     layouts: dict[GenerationId, Layout] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    expert_loads: dict[int, tuple[int, ...]] = field(default_factory=dict)  # newest that were told, by layer
     seen_step: int = 0  # most finished steps that any member of it was seen with
     launched_at: float = 0.0
     pace: StepPace = field(default_factory=lambda: StepPace(0, 0.0))

@@ -16,6 +16,7 @@ from picotron_ray.coordinator.adaptation_launch import (
     without_slow,
 )
 from picotron_ray.coordinator.agreed_state import agreed_state, replay_by
+from picotron_ray.coordinator.expert_placement import placed_experts
 from picotron_ray.coordinator.final_wait import out_of_patience
 from picotron_ray.coordinator.generation_stop import kill, note_unsaved
 from picotron_ray.coordinator.lineage import on_lineage
@@ -279,10 +280,11 @@ def _launch(
     memory.generations += 1
     begin_change(memory, choice)
     point = with_copies(point, held_slots(memory))
+    replay = replay_by(memory, point, members, choice.layout)
     spec = GenerationSpec(
         GenerationId(memory.term, memory.generations),
         members,
-        choice.layout,
+        placed_experts(memory, choice.layout, point, replay),
         point,
         memory.reason,
         lineage_from(memory, point),
@@ -292,7 +294,7 @@ def _launch(
         memory.settings,
         memory.adapted,
         replaced_by(memory.job, memory.settings),
-        replay_by(memory, point, members, choice.layout),
+        replay,
     )
     memory.go(MachineState.RUNNING)
     memory.emit(RunGeneration(spec))

@@ -1,10 +1,11 @@
 """Token cache: a source is tokenised once per node, then memory-mapped by every worker.
 
-``<cache>/tokens-<key>/{train,held_out}.u16`` and ``meta.json``; the key is a hash of the source's settings
-and of its files' names, sizes and modification times, so a changed file makes a new cache. It is built
-beside its place under a file lock (workers of a node start together) and renamed at the end, so a reader
-sees all of it or nothing. Opening checks sizes, and the content's digest while that costs milliseconds; a
-cache that fails is built again. Ids: a byte is its own id, 256 ends a document.
+``<cache>/tokens-<key>/{train,held_out}.u16`` and ``meta.json``; of jsonl with ``data.loss_mask`` also
+``{train,held_out}.mask``, a byte per token. The key is a hash of the source's settings and of its files'
+names, sizes and modification times, so a changed file makes a new cache. It is built beside its place
+under a file lock (workers of a node start together) and renamed at the end, so a reader sees all of it or
+nothing. Opening checks sizes, and the content's digest while that costs milliseconds; a cache that fails
+is built again. Ids: a byte is its own id, 256 ends a document.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import xxhash
@@ -33,6 +34,7 @@ VERSION = 1
 CHECKED_BYTES = 256 << 20  # at most this much is hashed at every opening: some 10 ms
 _SPLITS = ("train", "held_out")
 _TOKEN = np.dtype("<u2")
+_MASK = np.dtype("u1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +62,15 @@ def byte_splits(data: DataConfig, folder: Path) -> TokenSplits:
 
     Raises DataError for input that cannot be read or a cache folder that cannot be written.
     """
-    files = find_files(data)
+    files, masked = find_files(data), _masked(data)
     place = folder / f"tokens-{_cache_key(data, files)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_suffix(".lock")):
-            opened = _open(place)
+            opened = _open(place, masked)
             if opened is None:
                 _build(data, files, place)
-                opened = _open(place)
+                opened = _open(place, masked)
     except OSError as error:
         why = error.strerror or str(error)
         raise DataError(
@@ -81,7 +83,9 @@ def byte_splits(data: DataConfig, folder: Path) -> TokenSplits:
 
 def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
     """Identity of what would be tokenised: settings, and each file's name, size and modification time."""
-    settings = [VERSION, data.source, data.text_key, data.held_out_fraction]
+    settings: list[object] = [VERSION, data.source, data.text_key, data.held_out_fraction]
+    if data.loss_mask:
+        settings += [data.prompt_key, data.spans_key]
     hasher = xxhash.xxh3_128(json.dumps(settings).encode())
     for file in files:
         try:
@@ -101,33 +105,40 @@ def _locked(path: Path) -> Iterator[TextIO]:
         yield stream
 
 
-def _open(place: Path) -> TokenSplits | None:
+def _masked(data: DataConfig) -> bool:
+    return data.source == "jsonl" and data.loss_mask
+
+
+def _open(place: Path, masked: bool) -> TokenSplits | None:
     """Open the cache at ``place``; None where there is none or it is damaged."""
     try:
         meta = json.loads((place / "meta.json").read_text("utf-8"))
-        splits = [_map(place / f"{name}.u16", int(meta["tokens"][name])) for name in _SPLITS]
+        counts = [int(meta["tokens"][name]) for name in _SPLITS]
+        parts = [_map(place / f"{name}.u16", _TOKEN, n) for name, n in zip(_SPLITS, counts, strict=True)]
+        if masked:
+            parts += [_map(place / f"{name}.mask", _MASK, n) for name, n in zip(_SPLITS, counts, strict=True)]
         digest, entropy = str(meta["digest"]), float(meta["bigram_entropy"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if any(part is None for part in splits):
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
         return None
-    train, held = (part for part in splits if part is not None)
-    if train.nbytes + held.nbytes <= CHECKED_BYTES and _digest(train, held) != digest:
+    if sum(part.nbytes for part in found) <= CHECKED_BYTES and _digest(found) != digest:
         return None
-    return TokenSplits(train, held, digest, entropy)
+    return TokenSplits(found[0], found[1], digest, entropy, (found[2], found[3]) if masked else None)
 
 
-def _map(path: Path, tokens: int) -> Tokens | None:
-    if path.stat().st_size != tokens * _TOKEN.itemsize:
+def _map(path: Path, kind: np.dtype[Any], items: int) -> Tokens | None:
+    if path.stat().st_size != items * kind.itemsize:
         return None
-    return np.memmap(path, _TOKEN, "r") if tokens else np.empty(0, _TOKEN)
+    return np.memmap(path, kind, "r") if items else np.empty(0, kind)
 
 
-def _digest(train: Tokens, held: Tokens) -> str:
-    """xxh3_128 of both streams and their lengths."""
-    hasher = xxhash.xxh3_128(f"{len(train)},{len(held)};".encode())
-    hasher.update(train.data)
-    hasher.update(held.data)
+def _digest(streams: Sequence[Tokens]) -> str:
+    """xxh3_128 of all streams and of both splits' lengths."""
+    hasher = xxhash.xxh3_128(f"{len(streams[0])},{len(streams[1])};".encode())
+    for stream in streams:
+        hasher.update(stream.data)
     return hasher.hexdigest()
 
 
@@ -140,11 +151,12 @@ def _build(data: DataConfig, files: list[SourceFile], place: Path) -> None:
     fresh.mkdir()
     try:
         _write(data, files, fresh)
-        train, held = (_mapped_file(fresh / f"{name}.u16") for name in _SPLITS)
+        streams = [_mapped_file(path, kind) for path, kind in _files(fresh, _masked(data))]
+        train, held = streams[:2]
         meta = {
             "version": VERSION,
             "tokens": {"train": len(train), "held_out": len(held)},
-            "digest": _digest(train, held),
+            "digest": _digest(streams),
             "bigram_entropy": bigram_entropy(held),
         }
         (fresh / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
@@ -154,33 +166,49 @@ def _build(data: DataConfig, files: list[SourceFile], place: Path) -> None:
         raise
 
 
-def _mapped_file(path: Path) -> Tokens:
-    tokens = _map(path, path.stat().st_size // _TOKEN.itemsize)
+def _mapped_file(path: Path, kind: np.dtype[Any]) -> Tokens:
+    tokens = _map(path, kind, path.stat().st_size // kind.itemsize)
     assert tokens is not None
     return tokens
 
 
+def _files(folder: Path, masked: bool) -> list[tuple[Path, np.dtype[Any]]]:
+    """Files of a cache and the types of their items: tokens of both splits, then masks."""
+    kinds: dict[str, np.dtype[Any]] = {"u16": _TOKEN, "mask": _MASK} if masked else {"u16": _TOKEN}
+    return [(folder / f"{name}.{suffix}", kind) for suffix, kind in kinds.items() for name in _SPLITS]
+
+
 def _write(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
     """Write both streams: by the hash of each document's key, or by position where one would be empty."""
-    paths = [folder / f"{name}.u16" for name in _SPLITS]
-    with paths[0].open("wb") as train, paths[1].open("wb") as held:
+    places = _files(folder, _masked(data))
+    with ExitStack() as opened:
+        streams = [opened.enter_context(path.open("wb")) for path, _ in places]
         for document in read_documents(data, files):
-            _append(held if held_out(document.key, data.held_out_fraction) else train, document)
+            tokens, *mask = streams[held_out(document.key, data.held_out_fraction) :: 2]
+            _append(tokens, document)
+            if mask:
+                _append_mask(mask[0], document)
+    paths = [path for path, _ in places[:2]]
     if all(path.stat().st_size for path in paths):
         return
     # One document, or a handful of them on one side: the last share of the stream is held out instead.
     full = max(paths, key=lambda path: path.stat().st_size)
-    tokens = full.stat().st_size // _TOKEN.itemsize
-    if not tokens:
+    size = full.stat().st_size // _TOKEN.itemsize
+    if not size:
         where = data.path if data.source != "stdlib" else "the standard library"
         raise DataError(f"data.path: {where} holds no text; every file of it is empty")
-    tail = tail_tokens(tokens, data.held_out_fraction)
-    if full != paths[0]:
-        os.replace(full, paths[0])
-    with paths[0].open("r+b") as train, paths[1].open("wb") as held:
-        train.seek((tokens - tail) * _TOKEN.itemsize)
-        shutil.copyfileobj(train, held)
-        train.truncate((tokens - tail) * _TOKEN.itemsize)
+    tail = tail_tokens(size, data.held_out_fraction)
+    for (train, kind), (held, _) in zip(places[::2], places[1::2], strict=True):
+        if full != paths[0]:
+            os.replace(held, train)
+        _move_tail(train, held, (size - tail) * kind.itemsize)
+
+
+def _move_tail(train: Path, held: Path, at: int) -> None:
+    with train.open("r+b") as source, held.open("wb") as target:
+        source.seek(at)
+        shutil.copyfileobj(source, target)
+        source.truncate(at)
 
 
 def tail_tokens(tokens: int, fraction: float) -> int:
@@ -197,3 +225,13 @@ def _append(stream: BinaryIO, document: Document) -> None:
             wrote = True
     if wrote:
         stream.write(np.array([END_OF_DOCUMENT], _TOKEN).data)
+
+
+def _append_mask(stream: BinaryIO, document: Document) -> None:
+    """Append 1 for each token that counts: those of its ranges, and the end where the last one reaches it."""
+    assert document.counted is not None
+    mask = np.zeros(len(document.key) + 1, _MASK)  # the key of a record is its text
+    for start, end in document.counted:
+        mask[start:end] = 1
+    mask[-1] = mask[-2]
+    stream.write(mask.data)

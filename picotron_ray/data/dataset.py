@@ -10,8 +10,8 @@ import xxhash
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import batch
 from picotron_ray.data.cache import VOCABULARY, byte_splits
-from picotron_ray.data.memmap import memmap_splits
-from picotron_ray.data.samples import Dataset
+from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
+from picotron_ray.data.samples import Dataset, Tokens
 from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
@@ -70,6 +70,12 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
                 f" data.held_out_fraction than {data.held_out_fraction}"
             )
     train_mask, held_mask = splits.masks or (None, None)
+    for name, mask in (("training", train_mask), ("held-out", held_mask)):
+        if mask is not None and not _any_counts(mask):
+            raise DataError(
+                f"data.loss_mask: nothing of the {name} part counts in the loss; give more data, or another"
+                f" data.held_out_fraction than {data.held_out_fraction}"
+            )
     identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
     return DataSplits(
         train=Dataset(splits.train, data.sequence_length, train_mask),
@@ -78,3 +84,8 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
         bigram_entropy=splits.bigram_entropy,
         global_batch=data.global_batch,
     )
+
+
+def _any_counts(mask: Tokens) -> bool:
+    """Whether some token counts, by looking as far as the first that does. Not at the first token of all."""
+    return any(mask[at : at + SCAN_TOKENS].any() for at in range(1, len(mask), SCAN_TOKENS))

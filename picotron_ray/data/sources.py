@@ -1,16 +1,15 @@
 """Text sources: files are found, named and read, document by document.
 
-A document is a file (stdlib, text) or a line (jsonl). Its *split key* decides whether it is held out: the
-file's name relative to the folder that was asked for, so that a copy elsewhere splits the same way; for a
-line of jsonl, which has no name, its text, so that equal documents never stand on both sides. Files are
-read in pieces, so a file may be larger than memory; a jsonl line may not.
+A document is a file (stdlib, text) or a line (jsonl, `jsonl_record`). Its *split key* decides whether it
+is held out: the file's name relative to the folder that was asked for, so that a copy elsewhere splits the
+same way; for a line of jsonl, which has no name, its text with its prompt, so that equal documents never
+stand on both sides. Files are read in pieces, so a file may be larger than memory; a jsonl line may not.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
-import json
 import os
 import stat
 import sysconfig
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.data.jsonl_record import Span, not_utf8, read_record
 from picotron_ray.errors import DataError
 
 PIECE_BYTES = 16 << 20
@@ -36,10 +36,15 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document: its split key, and its bytes in pieces, to be read once."""
+    """Document: its split key, and its bytes in pieces, to be read once.
+
+    Fields:
+        counted: ranges of its bytes that count in the loss, ascending; None: all do.
+    """
 
     key: bytes
     pieces: Iterator[bytes]
+    counted: tuple[Span, ...] | None = None
 
 
 def shown(path: str | Path) -> str:
@@ -111,11 +116,12 @@ def _walk(root: Path, skip: set[str]) -> Iterator[SourceFile]:
 def read_documents(data: DataConfig, files: list[SourceFile]) -> Iterator[Document]:
     """Read all documents, in the files' order; each must be consumed before the next is asked for.
 
-    Raises DataError for a file that cannot be read, is not UTF-8 (text, jsonl) or not JSON lines.
+    Raises DataError for a file that cannot be read, is not UTF-8 (text, jsonl) or not JSON lines
+    (`jsonl_record`).
     """
     for file in files:
         if data.source == "jsonl":
-            yield from _lines(file, data.text_key)
+            yield from _lines(file, data)
         else:
             yield Document(file.name.encode("utf-8", "surrogateescape"), _pieces(file, data.source == "text"))
 
@@ -137,41 +143,15 @@ def _pieces(file: SourceFile, check: bool) -> Iterator[bytes]:
         raise unreadable(file.path, error) from None
     except UnicodeDecodeError as error:
         # the decoder counts from the bytes that it carried over from the last piece
-        raise _not_utf8(file.path, f"near byte {done + error.start}") from None
+        raise not_utf8(shown(file.path), f"near byte {done + error.start}") from None
 
 
-def _not_utf8(path: str | Path, where: str) -> DataError:
-    return DataError(
-        f"data.path: {shown(path)} is not UTF-8 ({where}); re-encode it, or choose the text files by a glob"
-    )
-
-
-def _lines(file: SourceFile, text_key: str) -> Iterator[Document]:
+def _lines(file: SourceFile, data: DataConfig) -> Iterator[Document]:
     try:
         with file.path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
-                    text = _text_of(line, f"{shown(file.path)}:{number}", text_key)
-                    yield Document(text, iter((text,)))
+                    record = read_record(line, f"{shown(file.path)}:{number}", data)
+                    yield Document(record.text, iter((record.text,)), record.counted)
     except OSError as error:
         raise unreadable(file.path, error) from None
-
-
-def _text_of(line: bytes, where: str, text_key: str) -> bytes:
-    """Read the text of one JSON line as UTF-8. Raises DataError naming the line."""
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise _not_utf8(where, "in this line") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"data.path: {where} is not JSON ({error}); expected one JSON object per line"
-        ) from None
-    text = record.get(text_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        seen = f"keys {', '.join(sorted(record)[:8])}" if isinstance(record, dict) else type(record).__name__
-        raise DataError(
-            f"data.text_key: {where} has no string under {text_key!r} (seen: {seen}); name the right key"
-        )
-    # JSON may escape half of a surrogate pair; such a character has no UTF-8 form
-    return text.encode("utf-8", "replace")

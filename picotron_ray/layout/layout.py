@@ -8,7 +8,7 @@ falls on neighbouring devices (Megatron-LM's order, Narayanan et al. 2021).
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from picotron_ray.errors import LayoutError
@@ -74,6 +74,9 @@ class Layout:
         replica_rows: rows of the global batch that each DP replica is fed, in order; empty: an even split.
             All replicas run the same number of micro-batches, each as narrow as its own rows allow.
         stage_blocks: blocks of each pipeline stage, in order; empty: by the planner's partition.
+        expert_order: by layer, its experts in the order of an ep group's ranks (`layout.expert_order`); a
+            layer that is missing, or empty: by their numbers. It says where experts are and nothing else:
+            layouts that differ in it alone are equal.
     """
 
     dp: int = 1
@@ -92,6 +95,7 @@ class Layout:
     offload_activations: bool = False
     replica_rows: tuple[int, ...] = ()
     stage_blocks: tuple[int, ...] = ()
+    expert_order: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", canonical_name(self.schedule))
@@ -185,6 +189,12 @@ class Layout:
         """Index of the 1/ep of the experts that ``rank`` holds. Neighbouring replicas hold different ones."""
         return self.replica(rank) % self.ep
 
+    def experts_of(self, layer: int | None) -> tuple[int, ...]:
+        """The experts of a layer in the order of an ep group's ranks; empty: by their numbers."""
+        if layer is None or layer >= len(self.expert_order):
+            return ()
+        return self.expert_order[layer]
+
     def expert_replica(self, rank: int) -> int:
         """Index of ``rank`` among the replicas / ep that work with the same experts."""
         return self.replica(rank) // self.ep
@@ -271,8 +281,12 @@ class Layout:
         return PipelineShape(self.pp, self.virtual_stages, self.micro_batches(global_batch))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as logs and manifests keep it."""
-        return asdict(self)
+        """Plain data, as slots and manifests keep it: without the order of experts, which only readers of
+        slots ask for, and which the generation's spec has.
+        """
+        data = asdict(replace(self, expert_order=()))
+        del data["expert_order"]
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Layout:

@@ -17,6 +17,7 @@ Style = Literal[
     "positions",
     "sequence",
     "gather_input",
+    "sinks",
     "colwise",
     "rowwise",
     "vocab_head",

@@ -48,8 +48,6 @@ class ModelSizes:
         routed: elements that one token sends to experts in one block (and gets back), 0 in a dense block.
         fused: parameters of one block's matrices that fused projections make one product of, experts aside.
         fused_experts: the same of its experts.
-        recast: elements per token that one block's projections cast again under autocast, each for itself,
-            where another has cast the same input.
         rms_normed: elements per token that one block's RMSNorms keep where torch has no kernel for them.
         block_products: the matrix products of one block's forward pass; empty: their shapes are not known.
         first: blocks before all others that are dense where those are mixtures. What is said of one block is
@@ -79,7 +77,6 @@ class ModelSizes:
     routed: int = 0
     fused: int = 0
     fused_experts: int = 0
-    recast: int = 0
     rms_normed: int = 0
     block_products: tuple[BlockProduct, ...] = field(default=(), compare=False)
     first: int = 0

@@ -29,6 +29,7 @@ from picotron_ray.models.layers.block import PreNormBlock
 from picotron_ray.models.layers.lm_head import Head
 from picotron_ray.models.layers.positions import Positions
 from picotron_ray.models.layers.rms_norm import RMSNorm, closed_added_norm
+from picotron_ray.models.layers.sinks import sink_attention
 
 
 class FamilyModules(Protocol):
@@ -45,6 +46,13 @@ def modules_of(config: ModelConfig) -> FamilyModules:
     return cast(FamilyModules, importlib.import_module(name))
 
 
+def _default_kernel(config: ModelConfig) -> AttentionKernel:
+    if family_of(config).sinks:
+        return sink_attention
+    cap = config.attention_softcap
+    return sdpa if cap is None else softcapped(cap)
+
+
 class Transformer(nn.Module):
     """The whole decoder, or the part of it that one pipeline stage holds.
 
@@ -52,14 +60,15 @@ class Transformer(nn.Module):
         config: the uncut model.
         first_layer, last_layer: half-open range of absolute layer numbers; None: to the end.
         embed, head: whether this part holds the embedding, and the final norm and head.
-        attention: kernel ``(q, k, v, documents, window) → out`` as :func:`sdpa`; None: that, or with
-            ``attention_softcap`` one that caps scores.
+        attention: kernel ``(q, k, v, documents, window) → out`` as :func:`sdpa`; None: that, or one that caps
+            scores (``attention_softcap``), or with sinks `sink_attention`.
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
     rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
-    (`models.layers.document_mask`) attention stays within a document. With ``targets [batch, seq]`` what
-    comes out of the head is their losses ``[batch, seq]`` (`models.layers.lm_head`). Tied embeddings are one
+    (`models.layers.document_mask`) attention stays within a document, where learned positions begin anew.
+    With ``targets [batch, seq]`` what comes out of the head is their losses ``[batch, seq]``
+    (`models.layers.lm_head`). Tied embeddings are one
     parameter where both ends are in one part, and ``tie()`` must be called again after anything that replaces
     parameters (``to_empty``, tensor parallelism); a part with one end has a copy
     (`parallel.pipeline.tied_embeddings`).
@@ -79,8 +88,7 @@ class Transformer(nn.Module):
         self.config = config
         modules = modules_of(config)
         last = config.layers if last_layer is None else last_layer
-        cap = config.attention_softcap
-        kernel = attention or (sdpa if cap is None else softcapped(cap))
+        kernel = attention or _default_kernel(config)
         self.embedding_times = math.sqrt(config.hidden_size) if family_of(config).scaled_embedding else 1.0
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if embed else None
         rows = config.max_positions if embed else None
@@ -119,7 +127,7 @@ class Transformer(nn.Module):
             if self.embedding_times != 1.0:
                 x = x * self.embedding_times
         if self.positions is not None:
-            x = self.positions(x)
+            x = self.positions(x, documents)
         for layer in self.layers.values():
             x = layer(x, weights, documents)
         if self.norm is not None and self.head is not None:

@@ -10,7 +10,11 @@ limit is an error.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +29,9 @@ ENTRIES = 16
 
 BACKEND: str | Callable[..., Any] = "inductor"
 """Of `torch.compile`; tests that count graphs put in their own."""
+
+COMPILERS = {"cuda": ("CC", "cc", "gcc", "clang"), "cpu": ("CXX", "c++", "g++", "clang++")}
+"""By device, what names torch's compiler of host code, and what it looks for."""
 
 
 class CompiledCode:
@@ -68,7 +75,18 @@ def compile_blocks(blocks: Mapping[str, nn.Module], *, one_graph: bool, backend:
     """
     for name, block in blocks.items():
         made = torch.compile(block.forward, dynamic=False, fullgraph=one_graph, backend=backend or BACKEND)
-        block.forward = telling(f"kernels.compile: saw true, but block {name}", "false", made)
+        block.forward = telling(f"kernels.compile: block {name}", "false", made)
+
+
+@cache
+def missing_compiler(device: str) -> str:
+    """Say what torch's compiler lacks here for a device (``cpu`` or ``cuda``); empty: nothing known."""
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    variable, *names = COMPILERS["cuda" if device == "cuda" else "cpu"]
+    if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names) if name):
+        return ""
+    return f"no compiler was found: ${variable}, {', '.join(names)}"
 
 
 def telling(what: str, other: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +96,7 @@ def telling(what: str, other: str, inner: Callable[..., Any]) -> Callable[..., A
         what: begin of the line.
         other: value of the key with which nothing is compiled.
     """
-    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, UserError
 
     def forward(*inputs: Any, **named: Any) -> Any:
         try:
@@ -87,6 +105,8 @@ def telling(what: str, other: str, inner: Callable[..., Any]) -> Callable[..., A
             why = f"would need more than {KEPT * ENTRIES} versions for the inputs that it meets"
         except (Unsupported, UserError) as error:
             why = f"is not one graph: {'; '.join(_reasons(str(error)))}"
+        except BackendCompilerFailed as error:
+            why = f"fails in torch's compiler: {str(error).strip().splitlines()[0]}"
         raise LayoutError(f"{what} {why}. Use {other}, or change the model")
 
     return forward

@@ -35,6 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from picotron_ray.comm import torch_groups
 from picotron_ray.comm.collectives.assigned import assign, withdraw
 from picotron_ray.comm.collectives.collectives import CollectivePlan, Collectives
+from picotron_ray.comm.collectives.world_gather import (
+    MANY_RANKS,
+    TwoLevelGather,
+    assign_world,
+    withdraw_world,
+)
 from picotron_ray.comm.communicators import Communicators
 from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.comm.wire_bytes import ACTIVATIONS, CONTEXT
@@ -89,6 +95,11 @@ class Mesh:
             return None
         return self.devices[name]
 
+    @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The ranks over which ZeRO cuts; None: nothing is cut."""
+        return None if self.sharded is None else self.sharded.get_group(self.sharded.ndim - 1)
+
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return the process group of an axis, or of one inside the data axis; None for degree 1."""
         if name in INSIDE:
@@ -128,6 +139,7 @@ class Mesh:
         for collectives in self.by_purpose.values():
             collectives.close()
         self.by_purpose.clear()
+        withdraw_world()
         self.overlap = None
         while self.on_close:
             self.on_close.pop()()
@@ -258,6 +270,7 @@ def make_mesh(
     device_type: str,
     timeout: timedelta | None = None,
     device: torch.device | None = None,
+    nodes: Sequence[str] = (),
 ) -> Mesh:
     """Make the mesh and its process groups; all ranks together, inside ``ProcessGroups.forming()``.
 
@@ -265,15 +278,17 @@ def make_mesh(
         device_type: of the meshes that torch is given.
         timeout: time limit of a collective on the new groups.
         device: of what is sent; None: the one of that type.
+        nodes: of all ranks, by rank; empty where they are not known.
 
     Raises:
         LayoutError: the layout is not supported.
     """
+    withdraw_world()  # of a build that failed
     check_supported(layout)
     degrees = {"pp": layout.pp, "data": layout.replicas, "tp": layout.tp}
     axes = [axis for axis in AXES if degrees[axis] > 1]
     if not axes:
-        return Mesh(layout, rank, None)
+        return Mesh(layout, rank, None, nodes=tuple(nodes))
     communicators = Communicators(layout.world_size, timeout, device or torch.device(device_type))
     groups: dict[str, dist.ProcessGroup] = {}
     names: dict[str, str] = {}
@@ -287,18 +302,33 @@ def make_mesh(
         groups[axis], names[axis] = group, group_name(axis, ranks)
         OPERATIONS.serves(group, axis)
         torch_groups.register(names[axis], group)
+    two_levels = _two_levels(communicators, rank, nodes)
     communicators.warm()
+    if two_levels is not None:
+        assign_world(two_levels)
     numbers = torch.arange(layout.world_size, dtype=torch.int).view([degrees[axis] for axis in axes])
     outer = [groups[axis] for axis in axes]
     devices = _device_mesh(outer, device_type, numbers, axes, [names[axis] for axis in axes])
     of_inside = {axis: groups[axis] for axis in inside if axis in groups}
     made = tuple(communicators.made)
     mesh = Mesh(layout, rank, devices, of_inside, names=list(names.values()), communicators=made)
+    mesh.nodes = tuple(nodes)
     if layout.zero and "data" in axes:
         mesh.sharded = _shard_mesh(mesh, "shard", device_type) if layout.replicate > 1 else mesh.axis("data")
         if layout.ep > 1 and "edp" in of_inside:
             mesh.experts = _shard_mesh(mesh, "edp", device_type)
     return mesh
+
+
+def _two_levels(communicators: Communicators, rank: int, nodes: Sequence[str]) -> TwoLevelGather | None:
+    """Make groups for what is gathered from all ranks; None: there are few, or their nodes are not equal."""
+    ranks, inner = len(nodes), neighbours(nodes)
+    if ranks < MANY_RANKS or not 1 < inner < ranks:
+        return None
+    every = range(ranks)
+    inside = communicators.of("node", rank, [every[at : at + inner] for at in range(0, ranks, inner)])
+    across = communicators.of("nodes", rank, [every[place::inner] for place in range(inner)])
+    return TwoLevelGather(inside, across)
 
 
 def _shard_mesh(mesh: Mesh, axis: str, device_type: str) -> DeviceMesh:

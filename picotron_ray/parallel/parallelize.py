@@ -14,7 +14,12 @@ further outside. On a block with everything, from the outside in::
             compiled block
               forward of the model     with tensor parallelism's forwards and hooks in its submodules
 
-Autocast lies around the whole stage's ``forward``, and a precision switch around that of each part.
+Autocast, where there is any, lies around the whole stage's ``forward``, and a precision switch around that of
+each part.
+
+In mixed precision weights, the residual stream and what travels are in 16 bits. FSDP gathers weights so (12).
+What it does not hold gets copies in 16 bits once the stage has storage, after all of this
+(`precision.compute_weights`). Masters, moments and gradients are fp32.
 
 The order, and the damage if two steps change places:
 
@@ -35,8 +40,7 @@ The order, and the damage if two steps change places:
 11. ``activation offload`` thus sees only the inputs of recomputed blocks.
 12. ``data parallel`` takes over the parameters as they are: whatever cuts, replaces or ties them afterwards
    leaves FSDP with tensors that nobody uses.
-13. ``autocast`` surrounds the stage; under ZeRO-3 its hooks on saved tensors yield to those of offload, which
-   lie further inside and know of casts themselves.
+13. ``autocast`` surrounds the stages of a model of the user's own, and those under adaptive precision.
 14. ``precision switches`` leave autocast for the parts that need it: around all that computes.
 
 ``tests/gloo/parallel/test_parallelize.py`` holds this order. CUDA graphs record finished stages, and come
@@ -55,7 +59,7 @@ from torch import nn
 from picotron_ray.comm.wire_bytes import EXPERTS, GRADIENTS, PARAMETERS
 from picotron_ray.layout.recompute_policy import recomputed
 from picotron_ray.models.parameters import SequenceShard
-from picotron_ray.parallel.attention.backends import attention_kernel
+from picotron_ray.parallel.attention.sinks import row_kernel
 from picotron_ray.parallel.compiled_code import compile_blocks, telling
 from picotron_ray.parallel.context.context_parallel import apply_context_parallel
 from picotron_ray.parallel.data.fsdp import FsdpUnits, apply_fsdp
@@ -67,7 +71,7 @@ from picotron_ray.parallel.memory.activation_offload import apply_activation_off
 from picotron_ray.parallel.memory.activation_quantization import apply_activation_quantization
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.precision.autocast import apply_autocast
-from picotron_ray.parallel.precision.fp8 import apply_fp8
+from picotron_ray.parallel.precision.fp8 import apply_fp8, gather_in_fp8
 from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.parallel.tensor.overlap import Overlap, overlapped_products
@@ -108,8 +112,8 @@ class ModelStep(NamedTuple):
 
 
 def _fp8(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
-    if plan.fp8:
-        yield f"{apply_fp8(plan.blocks)} linear layers in fp8"
+    if plan.fp8 is not None:
+        yield f"{apply_fp8(plan.blocks, plan.fp8)} linear layers in fp8, {plan.fp8}"
 
 
 def _fused_projections(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
@@ -151,9 +155,14 @@ def _overlap(mesh: Mesh, tp: dist.ProcessGroup, plan: StagePlan) -> Overlap | No
 def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     layout, mixtures = mesh.layout, named_modules(model, plan.mixtures)
     ep = mesh.group("ep") if layout.ep > 1 else None
-    apply_expert_parallel(mixtures, ep, mesh.group("cp"), layout.tp, mesh.collectives(EXPERTS))
+    names = {module: name for name, module in model.named_modules()} if layout.expert_order else {}
+    orders = [layout.experts_of(plan.mixture_layers[names[m]]) for m in mixtures] if names else []
+    collectives = mesh.collectives(EXPERTS)
+    apply_expert_parallel(mixtures, ep, mesh.group("cp"), layout.tp, collectives, plan.exchange, orders)
     if mixtures:
-        yield f"expert parallel over {layout.ep}, {len(mixtures)} modules"
+        how = f", {plan.exchange}" if ep is not None else ""
+        how += f", {sum(map(bool, orders))} placed by load" if ep is not None and any(orders) else ""
+        yield f"expert parallel over {layout.ep}, {len(mixtures)} modules{how}"
     if plan.grouped and mixtures:
         for mixture in mixtures:
             mixture.experts.grouped = True
@@ -163,9 +172,7 @@ def _expert_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[
 def _attention_kernel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     modules = named_modules(model, plan.attention.modules)
     if modules:
-        kernel = attention_kernel(
-            plan.attention.backend, compiled=plan.compiled, softcap=plan.attention.softcap
-        )
+        kernel = row_kernel(plan.attention, compiled=plan.compiled)
         for module in modules:
             module.kernel = kernel
         yield str(plan.attention)
@@ -214,7 +221,7 @@ def _recompute(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     mixtures = named_modules(model, plan.mixtures)
     inside = [[m.router for m in mixtures if any(m is part for part in b.modules())] for b in plan.blocks]
     count = apply_recompute(plan.blocks, kinds, inside)
-    packed = apply_activation_quantization(plan.blocks, kinds, recasts=mesh.layout.zero == 3)
+    packed = apply_activation_quantization(plan.blocks, kinds)
     if mesh.layout.recompute != "none":
         told = f"recompute {mesh.layout.recompute}: {count} of {len(kinds)} blocks"
         yield told + (f" again, {packed} in 8 bits" if packed else "")
@@ -222,7 +229,7 @@ def _recompute(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
 
 def _activation_offload(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     if mesh.layout.offload_activations:
-        apply_activation_offload(plan.blocks, recasts=mesh.layout.zero == 3)
+        apply_activation_offload(plan.blocks)
         yield f"activations of {len(plan.blocks)} blocks offloaded"
 
 
@@ -231,9 +238,14 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
     layout = mesh.layout
     if mesh.sharded is not None:
         whole = frozenset(p for name, p in model.named_parameters() if name in plan.untrained)
-        experts = [m.experts for m in named_modules(model, plan.mixtures)] if layout.ep > 1 else []
-        apply_fsdp(model, FsdpUnits(plan.blocks, experts, mesh.experts, whole), mesh.sharded, layout.zero)
-        choose_collectives(model, mesh.collectives(PARAMETERS), mesh.collectives(GRADIENTS))
+        mixtures = named_modules(model, plan.mixtures)
+        experts = [m.experts for m in mixtures] if layout.ep > 1 else []
+        routers = [m.router for m in mixtures]
+        if plan.fp8_gather:
+            yield f"{gather_in_fp8(plan.blocks, layout.shards)} weights gathered in fp8"
+        units = FsdpUnits(plan.blocks, experts, mesh.experts, whole, routers, plan.compute)
+        apply_fsdp(model, units, mesh.sharded, layout.zero)
+        choose_collectives(model, mesh.collectives(PARAMETERS), mesh.collectives(GRADIENTS), plan.reduce)
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}"
     elif layout.replicas > 1:
@@ -243,7 +255,9 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
 def _autocast(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[str]:
     """Yield no phrase: the job's precision says it."""
     if plan.autocast is not None:
-        apply_autocast(model, plan.device, plan.autocast, gathers=mesh.layout.zero == 3)
+        gathers = mesh.layout.zero == 3
+        last = plan.stage == mesh.layout.stages - 1  # whose logits nobody receives
+        apply_autocast(model, plan.device, plan.autocast, None if last else plan.compute, gathers=gathers)
     yield from ()
 
 

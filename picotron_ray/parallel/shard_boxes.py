@@ -7,6 +7,7 @@ that hold the same box.
 
 from __future__ import annotations
 
+from picotron_ray.layout.expert_order import boxes_in_order
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec
@@ -20,7 +21,10 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
-    """Return the box of one parameter that ``rank`` holds; it may be empty."""
+    """Return the box of one parameter that ``rank`` holds; it may be empty.
+
+    A stack of experts is meant as the layout orders it. `local_boxes` says which experts these are.
+    """
     at = layout.coordinates(rank)
     offset, size = [0] * len(spec.shape), list(spec.shape)
     if spec.tp_dim is not None and layout.tp > 1:
@@ -33,6 +37,15 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
         start, size[0] = chunk(size[0], shards, shard)
         offset[0] += start
     return Box(tuple(offset), tuple(size))
+
+
+def local_boxes(spec: ParameterSpec, layout: Layout, rank: int) -> tuple[Box, ...]:
+    """Return the boxes of one canonical parameter that ``rank`` holds, in the order of its local rows.
+
+    There are several where experts are placed by load, else one.
+    """
+    box = local_box(spec, layout, rank)
+    return boxes_in_order(box, layout.experts_of(spec.layer)) if spec.expert and layout.ep > 1 else (box,)
 
 
 def replica_key(spec: ParameterSpec, layout: Layout, rank: int) -> tuple[int, ...]:

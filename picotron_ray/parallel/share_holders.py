@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import LayoutError
+from picotron_ray.layout.expert_order import places_of
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.parallel.shard_boxes import chunk, is_primary, local_box
+from picotron_ray.parallel.shard_boxes import chunk, is_primary, local_boxes
 from picotron_ray.planner.model_sizes import stage_bounds
 
 
@@ -65,7 +66,7 @@ class ShareHolders:
             group = layout.state_group(rank)
             if group in found or not is_primary(spec, layout, rank):
                 continue
-            if local_box(spec, layout, rank).intersect(box) is not None:
+            if any(held.intersect(box) is not None for held in local_boxes(spec, layout, rank)):
                 found.add(group)
 
     def _stage(self, spec: ParameterSpec) -> int:
@@ -88,10 +89,20 @@ class ShareHolders:
             rows = (0, spec.shape[0]) if spec.shape else (0, 1)
             if spec.tp_dim == 0 and not spec.expert:
                 rows = chunk(rows[1], layout.tp, tp)
-            for expert in _met(box, 0, rows, experts):
-                start, length = chunk(rows[1], experts, expert)
-                for shard in _met(box, 0, (rows[0] + start, length), shards):
-                    yield tp, shard * experts + expert
+            for placed in self._as_ordered(spec, box):
+                for expert in _met(placed, 0, rows, experts):
+                    start, length = chunk(rows[1], experts, expert)
+                    for shard in _met(placed, 0, (rows[0] + start, length), shards):
+                        yield tp, shard * experts + expert
+
+    def _as_ordered(self, spec: ParameterSpec, box: Box) -> Iterator[Box]:
+        """Boxes that make up a box where the stack of experts is as the layout orders it."""
+        order = self._layout.experts_of(spec.layer) if spec.expert and self._layout.ep > 1 else ()
+        if not order:
+            yield box
+            return
+        for expert in range(box.offset[0], box.offset[0] + box.size[0]):
+            yield Box((places_of(order)[expert], *box.offset[1:]), (1, *box.size[1:]))
 
     def _tp_ranks(self, spec: ParameterSpec, box: Box) -> range:
         """Tensor-parallel ranks of which some hold what others do not."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from picotron_ray.config.schema.compute import Fp8Scaling, OverlapMethod
 from picotron_ray.models.parameters import Style
 from picotron_ray.parallel.attention.backends import AttentionPlan
+from picotron_ray.parallel.expert.expert_parallel import EXACT, ExpertExchange
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
-from picotron_ray.parallel.tensor.overlap import OverlapMethod
 
 CPU = torch.device("cpu")
 
@@ -25,21 +26,27 @@ class StagePlan:
         blocks: the repeated blocks, in order. FSDP gathers one at a time.
         attention: the attention modules and their backend.
         mixtures: names of the mixtures of experts.
+        mixture_layers: layer number of each mixture, by its canonical name.
         positions: names of the modules that add learned positions.
         untrained: names of parameters that something else than a gradient moves. FSDP leaves them whole.
         compiled: whether torch.compile makes the blocks' kernels.
         one_graph: whether every compiled block has to be a single graph.
         grouped: whether the products of a mixture's experts are one grouped product.
+        exchange: how rows travel to experts on other ranks.
         fused_linear: names of the modules whose projections are fused into one product.
         functions: functions that are compiled alone, by name: (glob of their modules, attribute).
         loss_chunk: tokens for which the head computes losses at a time. None: the head returns logits.
-        fp8: whether the linear layers of blocks compute in fp8.
+        fp8: the scaling of the linear layers of blocks, which compute in fp8. None: they do not.
+        fp8_gather: whether FSDP gathers their weights in 8 bits.
         overlap: the method that hides tensor parallelism's communication in blocks.
         device: the device of the forward pass.
         tie: shares the model's shared parameters again after tensor parallelism replaced them. FSDP must see
             them shared: of two parameters that are tied later, it would gather one from freed storage.
         stage: the number of the pipeline stage.
-        autocast: the type of matrix products. None: that of the parameters.
+        compute: the type of weights as they compute and are gathered, and of what goes from one stage to the
+            next. None: that of the parameters.
+        reduce: the type in which gradients travel. None: that in which they are added up.
+        autocast: the type of matrix products under torch's autocast. None: the stage does without it.
         switches: the parts that can leave autocast. None: there are none.
     """
 
@@ -47,18 +54,23 @@ class StagePlan:
     blocks: Sequence[nn.Module]
     attention: AttentionPlan
     mixtures: Sequence[str] = ()
+    mixture_layers: Mapping[str, int] = field(default_factory=dict)
     positions: Sequence[str] = ()
     untrained: frozenset[str] = frozenset()
     compiled: bool = False
     one_graph: bool = False
     grouped: bool = False
+    exchange: ExpertExchange = EXACT
     fused_linear: Sequence[str] = ()
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     loss_chunk: int | None = None
-    fp8: bool = False
+    fp8: Fp8Scaling | None = None
+    fp8_gather: bool = False
     overlap: OverlapMethod = "none"
     device: torch.device = CPU
     tie: Callable[[nn.Module], None] = lambda model: None
     stage: int = 0
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
     autocast: torch.dtype | None = None
     switches: PrecisionSwitches | None = None

@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import compiles_blocks
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.sizes import BlockProduct
@@ -56,15 +57,18 @@ class BlockTimes(NamedTuple):
 def block_times(job: JobConfig, layout: Layout, profile: DeviceProfile) -> BlockTimes:
     """Seconds of one block of ``layout`` for one micro-batch."""
     rows = layout.widest_rows(job.data.global_batch)
-    return _block_times(job, rows, layout.tp, layout.cp, layout.ep, profile)
+    compiled = compiles_blocks(job, job.cluster.device, layout)
+    return _block_times(job, rows, layout.tp, layout.cp, layout.ep, compiled, profile)
 
 
 @remember_latest
-def _block_times(job: JobConfig, rows: int, tp: int, cp: int, ep: int, profile: DeviceProfile) -> BlockTimes:
+def _block_times(
+    job: JobConfig, rows: int, tp: int, cp: int, ep: int, compiled: bool, profile: DeviceProfile
+) -> BlockTimes:
     tokens = rows * job.data.sequence_length / cp
     sizes = sizes_of(job.model)
     products = _products(job, tokens, tp, ep, profile)
-    pointwise = tokens * _pointwise_bytes(job, tp, profile) / profile.memory_bytes_s
+    pointwise = tokens * _pointwise_bytes(job, tp, compiled, profile) / profile.memory_bytes_s
     held = (sizes.matrices - sizes.experts + sizes.experts / ep) / tp
     return BlockTimes(
         sum(products),
@@ -144,13 +148,13 @@ def attention_s(job: JobConfig, tokens: float, tp: int, profile: DeviceProfile) 
     return forward, backward
 
 
-def _pointwise_bytes(job: JobConfig, tp: int, profile: DeviceProfile) -> float:
+def _pointwise_bytes(job: JobConfig, tp: int, compiled: bool, profile: DeviceProfile) -> float:
     """Bytes per token of single-element operations, forward and backward, on one rank.
 
     Without sequence parallelism every rank has norms and the residual stream whole.
     """
     software, sizes = profile.software, sizes_of(job.model)
-    times = software.compiled_pointwise if job.kernels.compile else software.pointwise
+    times = software.compiled_pointwise if compiled else software.pointwise
     whole = 0.0 if software.sequence_parallel and sizes.sequence_cut else 7.0 * sizes.hidden
     if not sizes.sequence_cut:
         whole = float(sizes.pointwise)
@@ -171,7 +175,7 @@ def head_s(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
         work = times * 2 * tokens * width * sizes.hidden
         return tensor_loss(layout.tp, profile) * work / profile.flops
     one = product_s(tokens, width, sizes.hidden, COMPUTE_BYTES[job.precision], False, profile)
-    moved = tokens * width * (14.0 if job.kernels.compile else 24.0)
+    moved = tokens * width * (14.0 if job.kernels.compile is True else 24.0)
     return times * one + (moved / profile.memory_bytes_s if profile.software.pointwise else 0.0)
 
 

@@ -6,10 +6,12 @@ import math
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import rows_sent
+from picotron_ray.config.support.fast_path import overlap_method
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.device_profile import HALF_A_SUM, DeviceProfile, PassCost
-from picotron_ray.planner.kept_activations import STATE_BYTES, casts
+from picotron_ray.planner.kept_activations import stream_bytes
 from picotron_ray.planner.model_sizes import sizes_of
 from picotron_ray.planner.sent_bytes import exchanged_width
 
@@ -36,18 +38,20 @@ def tensor_passes(
     move as much. A repeated forward pass leaves out the last collective, of whose result nothing is kept.
 
     ``kernels.tp_overlap`` gathers again for the backward pass, once per module. Each of its collectives is tp
-    - 1 transfers. Overlap itself is not counted. Its last sum is one operation with the product before it,
-    whose input is kept, so a repeated forward pass runs it too.
+    - 1 transfers. Its last sum is one operation with the product before it, whose input is kept, so a
+    repeated forward pass runs it too. On CPUs, whose cores copy what travels, nothing is hidden. On CUDA as
+    much is taken for hidden as it adds: a plan neither gains nor loses time by it.
 
-    Under autocast half of them move the residual stream in the wide precision (`planner.sent_bytes`).
+    Half of them move the residual stream in its own type (`planner.sent_bytes`).
     """
     if layout.tp == 1:
         return NOTHING
-    wider = (1 + stream_width(job, profile)) / 2
+    wider = (1 + stream_width(job)) / 2
     moved = wider * hidden_bytes(job, layout) * (layout.tp - 1) / layout.tp
     bytes_s = group_link(profile, node_sizes, layout.tp, 1)
     seconds = moved / bytes_s + profile.latency_s
-    if job.kernels.tp_overlap != "none":
+    device = job.cluster.device
+    if device != "cuda" and overlap_method(job, device, layout) != "none":
         parted = seconds + (layout.tp - 2) * profile.latency_s
         if job.model.moe.experts:  # attention alone
             return PassTimes(5 * parted + 4 * seconds, 2 * parted + seconds)
@@ -98,7 +102,8 @@ def expert_passes(
     sizes = sizes_of(job.model)
     if layout.ep == 1 or not sizes.routed:
         return NOTHING
-    sent = micro_batch_tokens(job, layout) * sizes.routed * COMPUTE_BYTES[job.precision]
+    rows = micro_batch_tokens(job, layout) * rows_sent(job, layout.ep, layout.cp)
+    sent = rows * sizes.routed * COMPUTE_BYTES[job.precision]
     moved = sent * (layout.ep - 1) / layout.ep
     crosses = any(size % (layout.ep * layout.tp) for size in node_sizes)
     seconds, call = moved / link(profile, crosses), math.log2(layout.ep) * profile.latency_s
@@ -115,11 +120,9 @@ def hidden_bytes(job: JobConfig, layout: Layout) -> int:
     return micro_batch_tokens(job, layout) * sizes_of(job.model).hidden * COMPUTE_BYTES[job.precision]
 
 
-def stream_width(job: JobConfig, profile: DeviceProfile) -> float:
+def stream_width(job: JobConfig) -> float:
     """Bytes of a value on the residual stream, as a multiple of one inside products."""
-    if not profile.software.wide_stream or not casts(job):
-        return 1.0
-    return STATE_BYTES[job.precision] / COMPUTE_BYTES[job.precision]
+    return stream_bytes(job) / COMPUTE_BYTES[job.precision]
 
 
 def link(profile: DeviceProfile, between_nodes: bool) -> float:

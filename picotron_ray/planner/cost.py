@@ -36,7 +36,7 @@ from picotron_ray.planner.comm_cost import (
     tensor_passes,
 )
 from picotron_ray.planner.device_profile import CPU, DeviceProfile
-from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.kept_activations import STATE_BYTES, weight_bytes
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     rank_depths,
@@ -45,7 +45,9 @@ from picotron_ray.planner.model_sizes import (
     stage_parameters,
     tied_copy,
 )
+from picotron_ray.planner.narrow_gathers import saved_of_rank
 from picotron_ray.planner.offload_cost import offload_s
+from picotron_ray.planner.sent_bytes import reduced_bytes
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective, where comm.bucket_mib is its default
 
@@ -288,7 +290,7 @@ def _hop(job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tup
     if layout.pp == 1:
         return 0.0
     cut = layout.tp if sizes_of(job.model).sequence_cut else 1
-    hidden = stream_width(job, profile) * hidden_bytes(job, layout) / cut
+    hidden = stream_width(job) * hidden_bytes(job, layout) / cut
     return (
         2
         * _hops(layout.pp, layout.virtual_stages, layout.schedule, layout.placement)
@@ -335,7 +337,8 @@ def _data(
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
         blocks = _depth(job, layout, profile) + 2
         shared = (layout.shards, blocks, profile, shards_link)
-        total += gathers * pass_s(weights * size, *shared, profile.gather)
+        saved = max(saved_of_rank(job, layout, rank) for rank in range(layout.pp))
+        total += gathers * pass_s(weights * size - saved, *shared, profile.gather)
         total += reductions * pass_s(gradients * size, *shared, profile.scatter)
     return total + ends
 
@@ -343,8 +346,8 @@ def _data(
 def _wire_shares(job: JobConfig, profile: DeviceProfile) -> tuple[float, float]:
     """Bytes on the wire of gradients and of gathered weights, as shares of what a rank stores of them."""
     stored, software = STATE_BYTES[job.precision], profile.software
-    gradients = _compressed_bytes(job.comm) or software.gradient_bytes or stored
-    return gradients / stored, (software.gathered_bytes or stored) / stored
+    gradients = _compressed_bytes(job.comm) or software.gradient_bytes or reduced_bytes(job)
+    return gradients / stored, (software.gathered_bytes or weight_bytes(job)) / stored
 
 
 def _compressed_bytes(comm: CommConfig) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of activations that a rank's blocks keep for backward, and of the copies of weights beside them."""
+"""Bytes of activations that a rank's blocks keep for backward, and of the types of weights and stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import rows_sent
+from picotron_ray.config.support.fast_path import fuses_projections, overlap_method
 from picotron_ray.config.support.kernels import attention_masks, norm_kernel, windowed
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
@@ -26,7 +28,10 @@ STATE_BYTES = {
 ACTIVATION_8BIT_BYTES = 1 + 4 / 128
 """Of a saved activation in 8 bits: its code and its part of a scale."""
 UNPACKED_AT_ONCE = 0.5
-"""Share of a block's activations that its backward pass has unpacked from 8 bits at a time."""
+"""Share of a block's activations that its backward pass has unpacked from 8 bits at a time.
+
+In 16 bits hidden states are unpacked in the type of their scales first, which is wide.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,7 @@ class BlockBytes:
     Fields:
         kept, selective, full, int8: that it keeps for backward, of all micro-batches in flight.
         travelling: whether activations are offloaded: the block at work and the one that travels are here.
-        copy, joined: of the copies that autocast makes of its weights, and of those of fused projections.
-        freed: whether ZeRO-3 frees copies with the block (``parallel.memory.weight_casts``).
-        selective_again, full_again: that its second forward pass makes anew, copies included.
+        selective_again, full_again: that its second forward pass makes anew.
         int8_again: that its backward pass has unpacked.
     """
 
@@ -47,9 +50,6 @@ class BlockBytes:
     full: float
     int8: float
     travelling: bool
-    copy: float
-    joined: float
-    freed: bool
     selective_again: float
     full_again: float
     int8_again: float
@@ -66,13 +66,6 @@ class BlockBytes:
             return 2 * max((size for number, size in kinds if number), default=0.0)
         return sum(number * size for number, size in kinds)
 
-    def copies(self, sets: float) -> float:
-        """Bytes of autocast's copies of weights: one set per block and forward pass, until its backward pass.
-
-        Recomputed blocks free theirs when the forward pass ends.
-        """
-        return self.copy * min(1.0, sets) + self.joined * sets if self.freed else self.copy * sets
-
     def again(self, again: RecomputedBlocks) -> float:
         """Bytes that one block's backward pass makes anew."""
         if again.full:
@@ -87,28 +80,22 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
 
     Tensor parallelism cuts all of it where it comes with sequence parallelism, but for `_whole`.
     """
-    sizes, of, item = sizes_of(job.model), kept_by_kind(job, layout), COMPUTE_BYTES[job.precision]
+    sizes, of = sizes_of(job.model), kept_by_kind(job, layout)
     cut = layout.tp if sizes.sequence_cut else 1
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     whole = {} if layout.offload_activations else _whole(job, layout)
     each = 1.0 if layout.offload_activations else flying
+    unpacked = sizes.hidden * STATE_BYTES[job.precision] if narrows(job) else 0
     kept = {kind: tokens * (size / cut + whole.get(kind, 0.0)) for kind, size in of.items()}
-    matrices = sizes.matrices - sizes.experts + sizes.experts // layout.ep
-    fused = job.kernels.projections == "fused"
-    joined = sizes.fused + sizes.fused_experts // layout.ep if fused else 0
-    copy = matrices / layout.tp * item if casts(job) else 0.0
     return BlockBytes(
         kept=kept["kept"] * each + _joined_bytes(job, layout) * flying,
         selective=kept["selective"] * each,
         full=kept["full"] * each,
         int8=kept["int8"] * each,
         travelling=layout.offload_activations,
-        copy=copy,
-        joined=joined / layout.tp * item if casts(job) else 0.0,
-        freed=layout.zero == 3,
-        selective_again=tokens / cut * (of["kept"] - of["selective"]) + copy,
-        full_again=tokens / cut * (of["kept"] - of["full"]) + copy,
-        int8_again=UNPACKED_AT_ONCE * tokens / cut * of["kept"],
+        selective_again=tokens / cut * (of["kept"] - of["selective"]),
+        full_again=tokens / cut * (of["kept"] - of["full"]),
+        int8_again=tokens / cut * (UNPACKED_AT_ONCE * of["kept"] + unpacked),
     )
 
 
@@ -116,28 +103,27 @@ def _joined_bytes(job: JobConfig, layout: Layout) -> float:
     """Bytes of weights that fused projections copy, kept for backward by a micro-batch and block.
 
     Weights that lie together in memory are not copied: those without ZeRO and outside a stack of experts.
-    Copies that autocast makes either way are not counted, nor those of recomputed blocks.
+    Those of recomputed blocks are not counted.
     """
-    if job.kernels.projections != "fused" or casts(job):
+    if not fuses_projections(job, job.cluster.device, layout):
         return 0.0
     sizes = sizes_of(job.model)
     dense, experts = sizes.fused, sizes.fused_experts
-    return ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * STATE_BYTES[job.precision]
+    return ((dense if layout.zero else 0) + experts / layout.ep) / layout.tp * weight_bytes(job)
 
 
 def _whole(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
     """Further bytes per token that tensor parallelism leaves whole on each rank, of a block.
 
-    Sequence parallelism gathers the inputs of attention and of the hidden layer, which projections keep, each
-    its own copy under autocast; overlapped products gather them again instead. Selective recomputation
+    Sequence parallelism gathers the inputs of attention and of the hidden layer, which projections keep;
+    overlapped products gather them again instead. Selective recomputation
     keeps what the output projections gave before it is cut. Of a mixture's experts the rows that go in and
     come out are whole, weighted ones too; with expert parallelism they are kept once more as they came back.
     """
     moe, sizes, item = job.model.moe, sizes_of(job.model), COMPUTE_BYTES[job.precision]
     row = moe.top_k * sizes.hidden if moe.experts else 0
-    inputs = 0 if job.kernels.tp_overlap != "none" else 2 * sizes.hidden
-    if inputs and casts(job) and job.kernels.projections == "separate":
-        inputs += sizes.recast
+    overlaps = overlap_method(job, job.cluster.device, layout) != "none"
+    inputs = 0 if overlaps else 2 * sizes.hidden
     share = 1 - 1 / layout.tp if sizes.sequence_cut else 0.0
     kept = share * (inputs * item + row * (2 * item + STATE_BYTES[job.precision]))
     kept += row * item if layout.ep > 1 else 0
@@ -168,7 +154,7 @@ def receive_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
 def _stage_output_bytes(job: JobConfig, layout: Layout) -> float:
     sizes = sizes_of(job.model)
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
-    return tokens * sizes.hidden * STATE_BYTES[job.precision] / (layout.tp if sizes.sequence_cut else 1)
+    return tokens * sizes.hidden * stream_bytes(job) / (layout.tp if sizes.sequence_cut else 1)
 
 
 def _neighbours(layout: Layout, rank: int) -> tuple[int, int]:
@@ -196,29 +182,45 @@ def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
     return one * rows * len(layout.rank_stages(rank)) * in_flight(job, layout, rank)
 
 
-def casts(job: JobConfig) -> bool:
-    """Whether autocast makes copies of all weights for matrix products."""
-    return job.precision in ("bf16", "fp16") and job.adaptive_precision.error_bound is None
+def narrows(job: JobConfig) -> bool:
+    """Whether weights as they compute and the residual stream are in 16 bits, beside fp32 masters."""
+    narrow = COMPUTE_BYTES[job.precision] < STATE_BYTES[job.precision]
+    return narrow and job.adaptive_precision.error_bound is None
+
+
+def weight_bytes(job: JobConfig) -> int:
+    """Bytes of a weight as it computes and is gathered."""
+    return COMPUTE_BYTES[job.precision] if narrows(job) else STATE_BYTES[job.precision]
+
+
+def stream_bytes(job: JobConfig) -> int:
+    """Bytes of a value on the residual stream; that of adaptive precision is fp32."""
+    return weight_bytes(job)
+
+
+def activation_bytes(job: JobConfig) -> int:
+    """Bytes of a value that blocks keep: under adaptive precision all of it in full, while it chooses."""
+    adaptive = job.adaptive_precision.error_bound is not None
+    return STATE_BYTES[job.precision] if adaptive else COMPUTE_BYTES[job.precision]
 
 
 def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
-    """Bytes per token that a block keeps for backward, by the treatment of its activations.
-
-    Under autocast the residual stream stays wide, and every projection casts its own input.
-    """
-    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    """Bytes per token that a block keeps for backward, by the treatment of its activations."""
+    sizes, item = sizes_of(job.model), activation_bytes(job)
     scores = score_bytes(job, layout.row_parts)
-    wider = (STATE_BYTES[job.precision] - item) * sizes.hidden
-    whole = sizes.activations
+    wider = (stream_bytes(job) - item) * sizes.hidden
+    padded = (rows_sent(job, layout.ep, layout.cp) - 1) * job.model.moe.top_k
+    moe_inner = job.model.moe.intermediate_size
+    whole = sizes.activations + padded * (2 * sizes.hidden + 4 * moe_inner)
     if job.kernels.activation == "compiled":  # silu of the gate is computed again
         whole -= job.model.intermediate_size
-    if casts(job) and job.kernels.projections == "separate":
-        whole += sizes.recast
     return {
         "kept": whole * item + 2 * wider + _routing(job) + _unfused(job, layout.cp) + scores.kept,
         "full": sizes.hidden * item + wider,
-        "selective": sizes.products * item + wider + scores.products,
-        "int8": _packed(job, whole) + scores.kept / item * ACTIVATION_8BIT_BYTES,
+        "selective": (sizes.products + padded * (sizes.hidden + 2 * moe_inner)) * item
+        + wider
+        + scores.products,
+        "int8": _packed(job, whole) + scores.kept / COMPUTE_BYTES[job.precision] * ACTIVATION_8BIT_BYTES,
     }
 
 
@@ -263,7 +265,7 @@ def _packed(job: JobConfig, values: float) -> float:
         values += 0 if norm_kernel(job, "cpu") == "closed-form" else sizes_of(model).rms_normed
     routes = 0
     if moe.experts:
-        values += model.hidden_size * (moe.top_k + casts(job))
+        values += model.hidden_size * (moe.top_k + narrows(job))
         routes = 8 * (4 * moe.top_k + moe.experts)
     statistics = STATE_BYTES[job.precision] * ((model.heads if model.builder is None else 0) + 2)
     return values * ACTIVATION_8BIT_BYTES + routes + statistics
@@ -272,13 +274,13 @@ def _packed(job: JobConfig, values: float) -> float:
 def _routing(job: JobConfig) -> int:
     """Further bytes per token that a mixture keeps.
 
-    They are the tokens' routes, the weighted results, and under autocast a wide input of the router.
+    They are the tokens' routes, the weighted results, and of a stream in 16 bits a wide input of the router.
     """
     moe = job.model.moe
     if not moe.experts:
         return 0
     indices = 8 * (4 * moe.top_k + moe.experts)
-    wide = job.model.hidden_size * (moe.top_k + casts(job))
+    wide = job.model.hidden_size * (moe.top_k + narrows(job))
     return indices + wide * STATE_BYTES[job.precision]
 
 

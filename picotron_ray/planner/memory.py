@@ -44,11 +44,11 @@ class MemoryEstimate:
     state_bytes: float
     """weights, gradients, averaged weights, and optimizer moments where they are not offloaded"""
     gathered_bytes: float
-    """weights gathered for computation under ZeRO, and gradients not yet reduced"""
+    """weights in 16 bits or gathered under ZeRO, to compute with, and gradients not yet reduced"""
     activation_bytes: float
     """activations that backward passes in flight still need"""
     update_bytes: float = 0.0
-    """temporaries of the optimizer's update, after all backward passes"""
+    """temporaries of the optimizer's update, after all backward passes, and weights in 16 bits that stay"""
     host_state_bytes: float = 0.0
     """of the host: offloaded optimizer moments"""
     host_activation_bytes: float = 0.0
@@ -88,18 +88,17 @@ class RankState(NamedTuple):
 def rank_memory(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> MemoryEstimate:
     """The memory of one pipeline rank, in bytes, if ``again`` of its blocks are computed again."""
     found = rank_state(job, layout, rank)
-    peak = rank_moments(job, layout, rank, found.depth, found.parameters, found.mine).peak(again)
+    moments = rank_moments(job, layout, rank, found.depth, found.parameters, found.mine)
+    peak, update = moments.peak(again), found.update + moments.copies
     away = offloaded_activations(job, layout, rank, again) * in_flight(job, layout, rank)
-    return MemoryEstimate(
-        found.state, peak.gathered, peak.activations, found.update, found.host, away, found.kept
-    )
+    return MemoryEstimate(found.state, peak.gathered, peak.activations, update, found.host, away, found.kept)
 
 
 def rank_needs(job: JobConfig, layout: Layout, rank: int) -> Callable[[RecomputedBlocks], float]:
     """Total bytes of one pipeline rank by the blocks that it computes again; cheap to ask many times."""
     found = rank_state(job, layout, rank)
     moments = rank_moments(job, layout, rank, found.depth, found.parameters, found.mine)
-    return lambda again: found.state + max(moments.peak(again).total, found.update)
+    return lambda again: found.state + max(moments.peak(again).total, found.update + moments.copies)
 
 
 def fullest_state_bytes(job: JobConfig, layout: Layout) -> float:

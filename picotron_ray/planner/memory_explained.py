@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
-from picotron_ray.planner.kept_activations import STATE_BYTES
+from picotron_ray.planner.kept_activations import STATE_BYTES, narrows
 from picotron_ray.planner.memory import MOMENTS, averages, rank_memory
 from picotron_ray.planner.model_sizes import Trained, blocks_again, stage_parameters, trained_of_rank
 
@@ -23,8 +23,8 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
     """Bytes of one global rank by cause; their sum is the estimate's ``total_bytes``.
 
     Causes are ``weights``, ``gradients``, ``optimizer``, ``activations`` and ``buffers``. Buffers are weights
-    gathered under ZeRO and gradients not yet reduced, or the temporaries of the optimizer's update where they
-    take more than those and the activations together, which are then not counted.
+    in 16 bits or gathered under ZeRO, and gradients not yet reduced, or the temporaries of the optimizer's
+    update where they take more than those and the activations together, which are then not counted.
 
     Example:
         >>> from picotron_ray.config.schema.model import ModelConfig
@@ -65,7 +65,11 @@ def explain_memory(job: JobConfig, layout: Layout, rank: int) -> list[MemoryCaus
             buffers,
             f"{buffers:,.0f} bytes of the update's temporaries"
             if updating
-            else f"{held:,.0f} parameters, gathered and reduced by zero={layout.zero}",
+            else f"{held:,.0f} parameters, gathered and reduced by zero={layout.zero}"
+            if layout.zero
+            else f"{held:,.0f} parameters in 16 bits to compute with"
+            if narrows(job)
+            else f"{held:,.0f} parameters, not gathered without zero",
         ),
     ]
 

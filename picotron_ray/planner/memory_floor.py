@@ -18,6 +18,7 @@ from picotron_ray.planner.kept_activations import STATE_BYTES, kept_by_kind
 from picotron_ray.planner.memory import rank_state
 from picotron_ray.planner.memory_moments import logit_bytes
 from picotron_ray.planner.model_sizes import rank_depths, sizes_of
+from picotron_ray.planner.narrow_gathers import least_weight_bytes
 
 
 class StateFloor(NamedTuple):
@@ -110,7 +111,8 @@ def _state_floor(job: JobConfig, leanest: Sequence[Layout], rank: int) -> StateF
         if layout.zero and not sizes_of(job.model).experts:
             freed = layout.zero == 3 and (layout.pp == 1 or layout.virtual_stages > 1)
             unreduced = layout.zero == 1 or layout.pp > 1
-            gathered = (0.0 if freed else whole) + (whole - part if unreduced else 0.0)
+            weights = 0.0 if freed else found.parameters * least_weight_bytes(job)
+            gathered = weights + (whole - part if unreduced else 0.0)
         fresh = whole if layout.zero == 1 or (layout.zero and layout.pp > 1) else part
         later = min(later, found.state + gathered)
         first = min(first, found.state + gathered - fresh)

@@ -1,6 +1,6 @@
 """Moments of a step at which a rank's memory may be at its peak, between forward and the optimizer's update.
 
-    forward    all blocks have run, the logits are made; autocast still holds its copies of all weights
+    forward    all blocks have run, the logits are made
     loss       logits, their softmax and gradients (three wide copies; two where tensor parallelism cuts them)
     head       the gradient of the head's weight is made
     backward   a block's backward pass: its gradients, one weight's gradient, what it computes again
@@ -19,24 +19,29 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import fuses_projections
 from picotron_ray.config.support.precision import COMPUTE_BYTES
+from picotron_ray.config.validation.layout import splits_backward
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.kept_activations import (
     STATE_BYTES,
     BlockBytes,
     block_bytes,
-    casts,
     in_flight,
     mask_bytes,
+    narrows,
     score_bytes,
     stage_end_bytes,
+    stream_bytes,
+    weight_bytes,
 )
 from picotron_ray.planner.model_sizes import sizes_of
+from picotron_ray.planner.narrow_gathers import saved_of_block
 
 
 class Moment(NamedTuple):
-    """Bytes beside the state: weights and gradients that ZeRO has whole, and activations."""
+    """Bytes beside the state: of weights that compute and gradients that ZeRO has whole, and activations."""
 
     gathered: float
     activations: float
@@ -47,7 +52,7 @@ class Moment(NamedTuple):
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of weights and gradients that ZeRO has whole, by moment."""
+    """Bytes of weights that compute and of gradients that ZeRO has whole, beside the state, by moment."""
 
     forward: float = 0.0
     loss: float = 0.0
@@ -75,9 +80,9 @@ class RankMoments:
         flying: micro-batches in flight.
         fixed: masks, and what enters and leaves stages.
         at_work: gradients within a block, and of its largest weight.
-        head_copy: autocast's copy of the head's weight.
         ends: the gradient of the embedding's table, and of its output; 0: no embedding here.
         fresh: gradients that a step begins without, where all its micro-batches are in flight together.
+        copies: weights in 16 bits that stay, also during the update; `gathered` has them too.
     """
 
     blocks: BlockBytes
@@ -85,11 +90,11 @@ class RankMoments:
     flying: float
     fixed: float
     at_work: float
-    head_copy: float
     logits: HeadBytes
     ends: float
     gathered: GatheredBytes
     fresh: float
+    copies: float
 
     def peak(self, again: RecomputedBlocks) -> Moment:
         """The moment that needs most, if ``again`` of the blocks are computed again.
@@ -101,15 +106,14 @@ class RankMoments:
         blocks, flying, gathered, logits = self.blocks, self.flying, self.gathered, self.logits
         inside = blocks.held(again)
         kept = inside + self.fixed
-        base = kept + blocks.copies((again.kept + again.int8) * flying)
-        work = base + self.at_work + blocks.again(again)
+        work = kept + self.at_work + blocks.again(again)
         one = inside / max(1, self.depth) / max(1.0, flying)
         passing = [
             (gathered.backward, work),
             (gathered.reduced, work - one),
-            (gathered.forward, base + blocks.copies(again.repeated) + self.head_copy + logits.forward),
-            (gathered.loss, base + self.head_copy + logits.loss),
-            (gathered.head, base + self.head_copy + logits.head),
+            (gathered.forward, kept + logits.forward),
+            (gathered.loss, kept + logits.loss),
+            (gathered.head, kept + logits.head),
         ]
         found = passing
         if self.fresh:
@@ -117,7 +121,7 @@ class RankMoments:
             if flying > 1:
                 found += [(whole, held - kept / flying) for whole, held in passing]
         if self.ends:
-            found.append((gathered.embedding, (1 - 1 / max(1.0, flying)) * base + self.ends))
+            found.append((gathered.embedding, (1 - 1 / max(1.0, flying)) * kept + self.ends))
         whole, held = max(found, key=sum)
         short = min(0.0, whole)
         return Moment(whole - short, max(0.0, held + short))
@@ -144,19 +148,23 @@ def rank_moments(
     buckets = not layout.zero and layout.replicas > 1
     together = layout.micro_batches(job.data.global_batch) <= flying and not buckets
     unreduced = layout.zero == 1 or (layout.zero and layout.pp > 1)
-    narrow = wide if casts(job) else 0
+    # a gradient waits in 16 bits to be added up, or in the type of the sum where autograd casts it first
+    # (`parallel.precision.compute_weights`); FSDP casts when it reduces
+    cast_first = splits_backward(job, layout) or job.precision == "fp8"
+    added = (wide if cast_first else item) if narrows(job) and not (layout.zero and layout.shards > 1) else 0
+    made, copies = weight_bytes(job) + added, _copies(job, layout, parameters, depth)
     return RankMoments(
         blocks=block_bytes(job, layout, flying),
         depth=depth,
         flying=flying,
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
         at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
-        + _largest_matrix(job, layout) * (item + narrow),
-        head_copy=head * item if casts(job) else 0.0,
-        logits=logit_bytes(job, layout, tokens, head * (item + narrow), flying) if head else HeadBytes(),
-        ends=embed * wide + tokens / cut * sizes.hidden * wide if embed else 0.0,
-        gathered=_gathered(job, layout, head * wide, embed * wide, depth, whole, part),
+        + _largest_matrix(job, layout) * made,
+        logits=logit_bytes(job, layout, tokens, head * made, flying) if head else HeadBytes(),
+        ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
+        gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) if together else 0.0,
+        copies=copies,
     )
 
 
@@ -189,7 +197,7 @@ def _largest_matrix(job: JobConfig, layout: Layout) -> float:
     sizes = sizes_of(job.model)
     if not sizes.block_products:
         return sizes.matrices / 4
-    fused = job.kernels.projections == "fused"
+    fused = fuses_projections(job, job.cluster.device, layout)
     dense = max(
         product.out * product.into
         for product in sizes.block_products
@@ -198,30 +206,59 @@ def _largest_matrix(job: JobConfig, layout: Layout) -> float:
     return max(dense, 2 * sizes.experts / 3 / layout.ep) / layout.tp
 
 
+def _copies(job: JobConfig, layout: Layout, parameters: float, depth: int) -> float:
+    """Bytes of weights in 16 bits beside masters that FSDP does not hold (``parallel.precision``)."""
+    if not narrows(job):
+        return 0.0
+    if layout.zero and layout.shards > 1:
+        parameters = depth * _alone(job, layout) / layout.tp
+    return parameters * weight_bytes(job)
+
+
+def _alone(job: JobConfig, layout: Layout) -> int:
+    """Experts' parameters of a block that no two ranks share, before tensor parallelism."""
+    return sizes_of(job.model).experts // layout.ep if layout.expert_shards == 1 else 0
+
+
 def _gathered(
-    job: JobConfig, layout: Layout, head: float, embed: float, depth: int, whole: float, part: float
+    job: JobConfig,
+    layout: Layout,
+    tables: tuple[float, float],
+    depth: int,
+    parameters: float,
+    others: float,
+    copies: float,
 ) -> GatheredBytes:
-    """Bytes of weights and gradients that ZeRO has whole.
+    """Bytes of weights that compute, beside their masters, and of gradients that ZeRO has whole.
 
     - ZeRO-1 keeps whole weights and gradients through all micro-batches, a pipeline too.
-    - ZeRO-2 and 3 reduce a block's gradients after its backward pass, from a copy of them, and those of head
-      and embedding, which are one unit, at its end.
+    - ZeRO-2 and 3 reduce a block's gradients after its backward pass, from a copy of them in the type that
+      they are added up in, and those of head and embedding, which are one unit, at its end.
     - ZeRO-3 holds the block at work and the one fetched ahead; head and embedding from their use on.
     - Experts that no two ranks share are not gathered.
+
+    Args:
+        tables: elements of the head and of the embedding here.
+        parameters: of the rank's stages, whole.
+        others: bytes of the gradients that other ranks keep.
+        copies: see `RankMoments`.
     """
     if not layout.zero:
-        return GatheredBytes()
-    sizes, wide = sizes_of(job.model), STATE_BYTES[job.precision]
-    experts = sizes.experts // layout.ep
-    alone = experts if layout.expert_shards == 1 else 0
-    held = sizes.block - sizes.experts + experts - alone
-    block = wide * (sizes.whole_block + (held - sizes.whole_block) / layout.tp)
+        return GatheredBytes(*(copies,) * 6)
+    sizes, wide, item = sizes_of(job.model), STATE_BYTES[job.precision], weight_bytes(job)
+    head, embed = (item * table for table in tables)
+    alone = _alone(job, layout)
+    held = sizes.block - sizes.experts + sizes.experts // layout.ep - alone
+    elements = sizes.whole_block + (held - sizes.whole_block) / layout.tp
+    block, reduced = item * elements, wide * elements
+    narrow = block - saved_of_block(job, layout)
     ends = head if sizes.tied and layout.pp == 1 else head + embed
-    freeing = GatheredBytes(ends, 0.0, ends, ends + 2 * block, ends + 2 * block, ends + block)
-    all_kept = GatheredBytes(*(whole - alone * depth / layout.tp * wide,) * len(freeing))
+    freeing = GatheredBytes(ends, 0.0, ends, ends + 2 * narrow, ends + 2 * narrow, ends + narrow)
+    whole = (parameters - alone * depth / layout.tp) * item - depth * saved_of_block(job, layout)
+    all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
         weights = freeing if layout.zero == 3 and layout.virtual_stages > 1 else all_kept
-        return GatheredBytes(*(one + whole - part for one in weights))
+        return GatheredBytes(*(one + others + copies for one in weights))
     weights = freeing if layout.zero == 3 else all_kept
-    gradients = GatheredBytes(backward=head + block, reduced=head + 2 * block, embedding=head + block)
-    return GatheredBytes(*(one + other for one, other in zip(weights, gradients, strict=True)))
+    gradients = GatheredBytes(backward=head + block, reduced=head + block + reduced, embedding=head + block)
+    return GatheredBytes(*(one + other + copies for one, other in zip(weights, gradients, strict=True)))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst, Choice, kind_of
@@ -168,7 +169,8 @@ def plan(
     Raises:
         ConfigError: no layout fits; the line says what would do.
     """
-    job, hardware = for_devices(job, gpus, hardware.device), hardware.of_devices(gpus)
+    job = settled(for_devices(job, gpus, hardware.device), hardware.device)
+    hardware = hardware.of_devices(gpus)
     started = clock()
     budget = budget_bytes(job, hardware.profile.memory_bytes)
     search = _search(job, gpus, hardware, hardware.profile, keep)
@@ -247,6 +249,7 @@ def _search(
 def searched(job: JobConfig, hardware: Hardware, gpus: int) -> Choice | None:
     """The fastest layout of a job with definite precision, and its seconds per step; None where none fits."""
     hardware = hardware.of_devices(gpus)
+    job = settled(job, hardware.device)
     found = _search(job, gpus, hardware, hardware.profile, 1).found
     return found[0] if found else None
 

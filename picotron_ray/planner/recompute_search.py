@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import compiles_blocks
 from picotron_ray.config.validation.layout import layout_problems, splits_backward
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, policy_of
@@ -151,7 +152,7 @@ def _keeps_policy(job: JobConfig, layout: Layout) -> bool:
 
 def _may_select(job: JobConfig, layout: Layout) -> bool:
     """Whether the job and the layout allow selective recomputation."""
-    unseen = job.kernels.compile or layout.offload_activations
+    unseen = compiles_blocks(job, job.cluster.device, layout) or layout.offload_activations
     return not unseen and not layout_problems(job, replace(layout, recompute="selective"))
 
 

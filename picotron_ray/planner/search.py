@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.settings import with_settings
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.best_first import BestFirst
@@ -81,6 +82,7 @@ def choose_layout(
     >>> planned.reason.partition("; ")[2]
     'routes tp=2 inside a node at 1 GB/s, dp=2 inside a node at 1 GB/s'
     """
+    job = settled(job, job.cluster.device)
     best = _cheapest(job, workers, profile, distinct(node_sizes), limit_bytes)
     if best is None:
         raise LayoutError(why_none(job, workers, profile, limit_bytes))
@@ -100,6 +102,8 @@ def planner(job: JobConfig, device: str) -> Callable[..., PlannedLayout]:
     2
     """
 
+    there = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": device})})
+
     def choose(
         workers: int,
         node_sizes: tuple[int, ...] = (),
@@ -109,7 +113,7 @@ def planner(job: JobConfig, device: str) -> Callable[..., PlannedLayout]:
         calibration: Calibration = NONE,
     ) -> PlannedLayout:
         profile = calibrated(profile_of(device, device_bytes), calibration)
-        return choose_layout(with_settings(job, settings), workers, profile, node_sizes, limit_bytes)
+        return choose_layout(with_settings(there, settings), workers, profile, node_sizes, limit_bytes)
 
     return choose
 

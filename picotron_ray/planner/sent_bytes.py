@@ -7,10 +7,12 @@ buffer for a gather or a scatter, twice that for an all-reduce.
 from __future__ import annotations
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import rows_sent
+from picotron_ray.config.support.fast_path import overlap_method
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
-from picotron_ray.planner.kept_activations import STATE_BYTES, casts
+from picotron_ray.planner.kept_activations import STATE_BYTES, stream_bytes, weight_bytes
 from picotron_ray.planner.model_sizes import (
     blocks_again,
     sizes_of,
@@ -18,6 +20,7 @@ from picotron_ray.planner.model_sizes import (
     stage_parameters,
     trained_of_stage,
 )
+from picotron_ray.planner.narrow_gathers import saved_of_rank
 
 AXES = ("tp", "pp", "replicas")
 """Axes that are told apart; data, context and expert parallelism share the replicas."""
@@ -45,20 +48,24 @@ def _hidden(job: JobConfig, layout: Layout) -> int:
 
 def stream_widths(job: JobConfig) -> tuple[int, int]:
     """Bytes of a value inside products, and of one on the residual stream."""
-    item = COMPUTE_BYTES[job.precision]
-    return item, STATE_BYTES[job.precision] if casts(job) else item
+    return COMPUTE_BYTES[job.precision], stream_bytes(job)
 
 
 def _tensor(job: JobConfig, layout: Layout, rank: int, again: RecomputedBlocks) -> float:
-    """Of a micro-batch: gathers of the wide stream and scatters of products' results, and back.
+    """Of a micro-batch: gathers of the residual stream and scatters of products' results, and back.
 
     Forward two of each in a block, backward as many the other way; repeated, but for the last scatter.
-    Embedding and head have one wide gather and scatter each.
+    Embedding and head have one gather and scatter of the stream each. Overlapped ones (not those of experts)
+    are cast before they travel, gather again for the backward pass, and are repeated whole.
     """
     if layout.tp == 1:
         return 0.0
     item, wide = stream_widths(job)
     blocks = again.depth * (4 * wide + 4 * item) + again.repeated * (2 * wide + item)
+    if overlap_method(job, job.cluster.device, layout) != "none":
+        half = (5 * item, 2 * item)
+        rest = (2 * wide + 2 * item, wide) if job.model.moe.experts else half
+        blocks = again.depth * (half[0] + rest[0]) + again.repeated * (half[1] + rest[1])
     ends = (rank == layout.first_stage_rank) + (rank == layout.last_stage_rank)
     return _hidden(job, layout) * (blocks + 2 * wide * ends) * (layout.tp - 1) / layout.tp
 
@@ -100,7 +107,8 @@ def _experts(job: JobConfig, layout: Layout, again: RecomputedBlocks) -> float:
     if layout.ep == 1 or not routed:
         return 0.0
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
-    sent = tokens * routed * COMPUTE_BYTES[job.precision] * (layout.ep - 1) / layout.ep
+    rows = tokens * rows_sent(job, layout.ep, layout.cp)
+    sent = rows * routed * COMPUTE_BYTES[job.precision] * (layout.ep - 1) / layout.ep
     return sent * (4 * again.depth + 2 * again.repeated)
 
 
@@ -108,7 +116,7 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
     """Of a step: gradients reduced and weights gathered over the replicas."""
     if layout.replicas == 1:
         return 0.0
-    wide, sizes = STATE_BYTES[job.precision], sizes_of(job.model)
+    sizes = sizes_of(job.model)
     stages = layout.rank_stages(rank)
     whole = sum(stage_parameters(job.model, layout.cut, stage, layout.tp, layout.ep) for stage in stages)
     depth = sum(stage_mixtures(job.model, layout.cut, stage) for stage in stages)
@@ -116,22 +124,31 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
     copies = layout.replicas // layout.shards
     kinds = [trained_of_stage(job.model, layout.cut, stage) for stage in stages]
     share = sum(kind.share for kind in kinds) / len(kinds)
-    times = 0.0
+    wide, each, saved = STATE_BYTES[job.precision], 0.0, 0.0
     if layout.zero:
         gathers = 1 if layout.zero < 3 else 2 * micro_batches
-        times = gathers + share * (1 if layout.zero == 1 or layout.pp > 1 else micro_batches)
+        scatters = share * (1 if layout.zero == 1 or layout.pp > 1 else micro_batches)
+        each = gathers * weight_bytes(job) + scatters * reduced_bytes(job)
+        saved = gathers * saved_of_rank(job, layout, rank) * (layout.shards - 1) / layout.shards
     of_experts = layout.expert_shards if layout.zero else 1
     shared = layout.replicas // layout.ep // of_experts
-    return wide * (
-        _moved(whole - experts, layout.shards, times, copies, share)
-        + _moved(experts, of_experts, times, shared, share)
+    return (
+        _moved(whole - experts, layout.shards, each, copies, share * wide)
+        + _moved(experts, of_experts, each, shared, share * wide)
+        - saved
     )
 
 
-def _moved(values: float, shards: int, times: float, copies: int, share: float) -> float:
-    """Values sent: each gather or scatter over the shards, and one all-reduce of a shard over the copies.
+def reduced_bytes(job: JobConfig) -> int:
+    """Bytes of a gradient as ZeRO sends it to be summed."""
+    return 2 if job.comm.reduce_dtype == "bf16" else STATE_BYTES[job.precision]
+
+
+def _moved(values: float, shards: int, each: float, copies: int, summed: float) -> float:
+    """Bytes sent: gathers and scatters over the shards, and one all-reduce of a shard over the copies.
 
     Args:
-        share: of the values that are trained, whose gradients alone are summed.
+        each: bytes of a value, in all gathers and scatters together.
+        summed: bytes of its gradient in the all-reduce; of what is not trained 0.
     """
-    return values * (times * (shards - 1) / shards + share * 2 * (copies - 1) / copies / shards)
+    return values * (each * (shards - 1) / shards + summed * 2 * (copies - 1) / copies / shards)

@@ -40,8 +40,6 @@ class SoftwareProfile:
         overlap_slowdown: seconds that computing loses per second of hidden traffic.
         hop_exposed: share of the hops between pipeline stages that is not hidden.
         fp8_speedup: how much faster products run in 8 bits.
-        wide_stream: whether the residual stream stays in the wide precision under autocast: half of tensor
-            parallelism's bytes and all of a pipeline's.
     """
 
     pointwise: float = 0.0
@@ -60,7 +58,6 @@ class SoftwareProfile:
     overlap_slowdown: float = 0.0
     hop_exposed: float = 1.0
     fp8_speedup: float = 1.0
-    wide_stream: bool = False
 
 
 FORWARD_POINTWISE = 0.36
@@ -84,6 +81,5 @@ OURS = SoftwareProfile(
     overlap_slowdown=0.16,
     hop_exposed=0.24,
     fp8_speedup=1.7,
-    wide_stream=True,
 )
 """This engine on GPUs, with the constants of published programs of the same build (torch, FSDP2)."""

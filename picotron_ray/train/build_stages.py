@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import expert_chunks, pads_experts
+from picotron_ray.config.support.fast_path import overlap_method
+from picotron_ray.config.support.fp8 import gathers_in_fp8
 from picotron_ray.config.support.kernels import (
     Backend,
     attention_backends,
     attention_problem,
     compiles,
     compiles_whole,
+    full_backend,
     groups_experts,
+    has_sinks,
     norm_kernel,
     overlap_problem,
     windowed,
@@ -28,13 +33,24 @@ from picotron_ray.models.layers.moe import MixtureOfExperts
 from picotron_ray.parallel.attention.backends import AttentionPlan
 from picotron_ray.parallel.compiled_code import CODE
 from picotron_ray.parallel.data.fsdp import pad_shards
+from picotron_ray.parallel.expert.expert_parallel import EXACT, ExpertExchange
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import parallelize
+from picotron_ray.parallel.precision.compute_weights import ComputeWeights
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
 from picotron_ray.parallel.stage_plan import StagePlan
+from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.train.determinism import choose_algorithms, prepare_cublas
-from picotron_ray.train.precision.precision import autocast_dtype, master_dtype, set_matrix_products
+from picotron_ray.train.precision.precision import (
+    autocast_dtype,
+    compute_dtype,
+    master_dtype,
+    set_matrix_products,
+)
+
+ROUTER = ".router.weight"
+"""A mixture's own parameter, which every mixture has."""
 
 
 def build_stages(
@@ -44,12 +60,14 @@ def build_stages(
     device: torch.device,
     switches: PrecisionSwitches | None = None,
     on_built: Callable[[], None] = lambda: None,
+    weights: ComputeWeights | None = None,
 ) -> tuple[dict[int, nn.Module], tuple[str, ...]]:
     """Build this rank's stages, weights undefined.
 
     Args:
         switches: the parts that adaptive precision can set to full precision. None: there are none.
         on_built: called after each stage.
+        weights: puts copies in 16 bits in the place of what FSDP does not hold. None: nothing does.
 
     Returns:
         The stages by number, and what was applied to them, one phrase each.
@@ -68,7 +86,7 @@ def build_stages(
     prepare_cublas(job, os.environ)
     applied += choose_algorithms(job)
     if compiles(job):
-        CODE.begin(layout)
+        CODE.begin((layout, layout.expert_order))
     bounds = stage_bounds(job.model, layout.cut)
     for stage in stages:
         model = definition.stage(bounds, stage).to(master_dtype(job))
@@ -80,6 +98,8 @@ def build_stages(
         plan = _stage_plan(job, definition, model, device, layout, stage, switches)
         of_a_stage += parallelize(model, mesh, plan)
         definition.materialise(model, device)
+        if weights is not None:
+            weights.take(model, [m.router for m in named_modules(model, definition.mixtures)])
         if not layout.zero:  # FSDP gathers each parameter into storage of its own
             lay_together(model)
         pad_shards(model)
@@ -97,13 +117,16 @@ def _stage_plan(
     stage: int,
     switches: PrecisionSwitches | None,
 ) -> StagePlan:
+    backend = attention_backend(job, device, layout)
     attention = AttentionPlan(
         definition.attention,
-        attention_backend(job, device),
+        backend,
         job.data.sequence_length,
         job.model.sliding_window if windowed(job) else None,
         job.model.attention_softcap,
         job.model.full_attention_every,
+        full_backend(job, device.type, layout.row_parts, backend),
+        has_sinks(job),
     )
     problem = overlap_problem(job, device.type)
     if problem:
@@ -113,37 +136,64 @@ def _stage_plan(
         definition.blocks(model),
         attention,
         mixtures=definition.mixtures,
+        mixture_layers=mixture_layers(definition),
         positions=definition.positions,
         untrained=frozenset(spec.name for spec in definition.table if not spec.sharded),
-        compiled=job.kernels.compile,
+        compiled=job.kernels.compile is True,
         one_graph=compiles_whole(job, device.type, layout),
         grouped=groups_experts(job, device.type, layout.tp),
+        exchange=_expert_exchange(job, device, layout),
         fused_linear=definition.fused_linear if job.kernels.projections == "fused" else (),
         functions={
             name: at for name, at in definition.functions.items() if getattr(job.kernels, name) == "compiled"
         },
         loss_chunk=job.kernels.loss_chunk if job.kernels.loss == "linear" else None,
-        fp8=job.precision == "fp8",
-        overlap=job.kernels.tp_overlap,
+        fp8=job.fp8.scaling if job.precision == "fp8" else None,
+        fp8_gather=gathers_in_fp8(job, layout),
+        overlap=overlap_method(job, device.type, layout),
         device=device,
         tie=definition.tie,
         stage=stage,
+        compute=compute_dtype(job),
+        reduce=torch.bfloat16 if job.comm.reduce_dtype == "bf16" else None,
         autocast=autocast_dtype(job),
         switches=switches,
     )
 
 
-def attention_backend(job: JobConfig, device: torch.device) -> Backend:
+def _expert_exchange(job: JobConfig, device: torch.device, layout: Layout) -> ExpertExchange:
+    if layout.ep == 1:
+        return EXACT
+    return ExpertExchange(
+        pads_experts(job, device.type, layout.ep, layout.cp),
+        expert_chunks(job, device.type, layout.ep),
+        layout.widest_rows(job.data.global_batch),
+    )
+
+
+def attention_backend(job: JobConfig, device: torch.device, layout: Layout) -> Backend:
     """Return the attention backend that runs.
 
     Raises:
         LayoutError: the one that the job asks for does not run here.
     """
-    problem = attention_problem(job, device.type)
+    problem = attention_problem(job, device.type, layout.row_parts)
     if problem:
         raise LayoutError(f"kernels.attention: {problem}")
     asked = job.kernels.attention
-    return attention_backends(job, device.type)[0] if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    return attention_backends(job, device.type, layout.row_parts, hopper=_is_hopper(device))[0]
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def mixture_layers(definition: ModelDefinition) -> dict[str, int]:
+    """Layer number of each mixture of experts, by its canonical name."""
+    routers = (spec for spec in definition.table if spec.name.endswith(ROUTER))
+    return {spec.name.removesuffix(ROUTER): spec.layer or 0 for spec in routers}
 
 
 def mixtures_of(
@@ -152,9 +202,9 @@ def mixtures_of(
     """List layer number and module of every mixture of experts on this rank."""
     if not definition.mixtures:
         return []
-    layers = {spec.name: spec.layer for spec in definition.table}
+    layers = mixture_layers(definition)
     return [
-        (layers[f"{name}.router.weight"] or 0, module)
+        (layers[name], module)
         for model in models.values()
         for name, module in model.named_modules()
         if isinstance(module, MixtureOfExperts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,25 +53,36 @@ class Disturbance:
 Disturbance.kept = []
 
 
-def add_disturbances(job: JobConfig, models: Mapping[int, nn.Module]) -> None:
+def _itself(parameter: nn.Parameter) -> Tensor:
+    return parameter
+
+
+def add_disturbances(
+    job: JobConfig,
+    models: Mapping[int, nn.Module],
+    kept: Callable[[nn.Parameter], Tensor] = _itself,
+) -> None:
     """Let stages disturb once a fault strikes this process; where the job has no such fault, nothing is done.
 
     Args:
         models: this rank's stages, by number.
+        kept: what of a module's parameter is updated and kept.
     """
     if any(fault.fault in IN_PASSES for fault in job.chaos):
         for model in models.values():
-            model.register_forward_hook(_disturb)
+            model.register_forward_hook(partial(_disturb, kept))
 
 
-def _disturb(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def _disturb(
+    kept: Callable[[nn.Parameter], Tensor], module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
     Disturbance.keep(output.device)
     factor = Disturbance.factor
     if Disturbance.nan and torch.is_grad_enabled():  # an evaluation is none of its business
         Disturbance.nan, factor = False, float("nan")
     if Disturbance.flip and torch.is_grad_enabled():
         Disturbance.flip = False
-        flip_bit(next(module.parameters()))
+        flip_bit(kept(next(module.parameters())))
     if factor != 1.0:
         output = output * factor
     if Disturbance.gradient_factor != 1.0 and output.requires_grad:

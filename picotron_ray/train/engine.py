@@ -37,12 +37,14 @@ from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, StateTensor
 from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.comm.reducers.watched import Hash
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import compiles_blocks, settled
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Shard
 from picotron_ray.models.build import definition_of
 from picotron_ray.models.finetune import is_adapter
+from picotron_ray.parallel.compiled_code import missing_compiler
 from picotron_ray.parallel.data.fsdp import free_gathered_weights
 from picotron_ray.parallel.data.grad_norm import clip_, global_norm
 from picotron_ray.parallel.local_shards import local_parameters
@@ -54,23 +56,15 @@ from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.disturbance import add_disturbances
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.optim.optimizer import build_optimizer
-from picotron_ray.train.passes import OnAction, OnPhase, choose_passes
+from picotron_ray.train.passes import OnAction, OnPhase, choose_passes, silent, unwatched
 from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adaptation, parts_of
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.precision.loss_scaler import loss_scaling
-from picotron_ray.train.precision.precision import check_precision, master_dtype
+from picotron_ray.train.precision.precision import check_precision, compute_weights, master_dtype
 from picotron_ray.train.reduction_plan import applied_ways, collective_plans, selection_of
 from picotron_ray.train.slowness import add_slowness
-from picotron_ray.train.training_state import TrainingState
+from picotron_ray.train.training_state import MadeWeights, TrainingState
 from picotron_ray.train.way_selection import Cost
-
-
-def silent(phase: str) -> None:
-    """Ignore the phase: an ``on_phase`` that tells nobody."""
-
-
-def unwatched(phase: str, stage: int) -> None:
-    """Ignore the action: an ``on_action`` that tells nobody."""
 
 
 class Engine:
@@ -82,6 +76,9 @@ class Engine:
         step: number of steps that the state has seen, those without an update included.
         skipped: number of them whose update was left out.
         applied: what the layout made of the model, one phrase each.
+        expert_balance: of its mixtures, and the loads of their experts.
+        adaptation: of the precision of its parts.
+        compute_weights: copies of weights in 16 bits, beside what `weights` lists.
     """
 
     def __init__(
@@ -93,7 +90,9 @@ class Engine:
         on_built: Callable[[], None] = lambda: None,
         pools: MemoryPools | None = None,
     ) -> None:
-        self._pools = pools or MemoryPools()
+        missing, self._pools = missing_compiler(device.type), pools or MemoryPools()
+        lacks = compiles_blocks(job, device.type, mesh.layout) and missing
+        job = settled(job, device.type, mesh.layout, missing)
         self.job, self.layout, self.rank, self.device = job, mesh.layout, mesh.rank, device
         self.step = self.skipped = 0
         # moments taken over from another run have seen its updates: the bias correction must know
@@ -102,22 +101,21 @@ class Engine:
         self._owns_loss = mesh.at.pp == self.layout.last_stage_rank and mesh.at.tp == 0
         definition = definition_of(job.model, job.seed)
         self._table = definition.table
-        adaptive = job.adaptive_precision.error_bound is not None
-        sizes = parts_of(definition.table) if adaptive else {}
+        sizes = parts_of(definition.table) if job.adaptive_precision.error_bound is not None else {}
         switches = PrecisionSwitches(sizes, device, master_dtype(job))
         mesh.choose_collectives(collective_plans(job.comm))
-        self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built)
+        weights = self.compute_weights = compute_weights(job, mesh)
+        self._models, self.applied = build_stages(job, mesh, definition, device, switches, on_built, weights)
         add_slowness(job, self.layout, self._models)
-        add_disturbances(job, self._models)
+        add_disturbances(job, self._models, weights.master_of)
         parameters = [
             parameter
             for model in self._models.values()
-            for parameter in local_parameters(model, definition.specs, mesh)
+            for parameter in local_parameters(model, definition.specs, mesh, weights.masters)
         ]
         with self._pools.of("gradient"):
-            self._passes, self._gradients = choose_passes(
-                job, mesh, definition, self._models, parameters, device
-            )
+            made = choose_passes(job, mesh, definition, self._models, parameters, device)
+            self._passes, self._gradients = made
         overlap = job.kernels.tp_overlap != "none"
         own, shown = device.type != "cuda", job.metrics.enabled
         self._selection = selection_of(job.comm, mesh, self._gradients, overlap=overlap, own=own, shown=shown)
@@ -128,19 +126,19 @@ class Engine:
         with self._pools.of("optimizer"):
             self._optimizer = build_optimizer(job, trained, table, mesh.layout, mesh.rank, device)
         self._scaling = loss_scaling(job.precision, device)
-        self._balance = ExpertBalance(mixtures_of(self._models, definition), mesh.group("data"))
+        mixtures, by_load = mixtures_of(self._models, definition), job.layout.expert_placement == "by_load"
+        self.expert_balance = ExpertBalance(mixtures, mesh.group("data"), keeps=by_load)
         variability = variability or GradientVariability()
-        self._adaptation = choose_adaptation(
-            job.adaptive_precision, sizes, switches, trained, self.layout, device, variability
+        self.adaptation = choose_adaptation(
+            job, sizes, switches, trained, self.layout, device, variability, self._scaling
         )
         moments = {**self._optimizer.moments, ERROR_FEEDBACK: self._gradients.owed}
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
-        limit = job.optimizer.clip_norm
-        self._clip_norm = math.inf if limit is None else limit
-        self.applied += applied_ways(job.comm, mesh)
+        self._clip_norm = math.inf if (limit := job.optimizer.clip_norm) is None else limit
+        self.applied += applied_ways(job.comm, mesh) + ((f"no block compiled: {missing}",) if lacks else ())
         self._on_action: OnAction = unwatched
-        self.applied += self._optimizer.applied + self._passes.applied + self._gradients.applied
-        self.applied += self._pools.applied
+        for part in (self._optimizer, self._passes, self._gradients, self._pools):
+            self.applied += part.applied
         if uses := mesh.communicators:
             self.applied += (f"communicators: {len(uses)} ({', '.join(uses)})",)
 
@@ -180,7 +178,8 @@ class Engine:
         self._mesh.begin_step()
         self._selection.begin(self.step + 1)
         self._gradients.clear(len(batch.tokens), self.step + 1, self._scaling.scale)
-        self._balance.begin(self._scaling.scale / batch.global_tokens)  # a router counts all tokens
+        self.expert_balance.begin(self._scaling.scale / batch.global_tokens)  # a router counts all tokens
+        self.compute_weights.refresh()
         on_phase("forward")
         total = self._passes.run(batch, scale, on_phase)
         return total.double() if self._owns_loss else total.new_zeros((), dtype=torch.float64)
@@ -192,16 +191,17 @@ class Engine:
     def reduce(self, on_phase: OnPhase = silent) -> None:
         """Sum the gradients over all ranks, and the load of experts over replicas."""
         on_phase("reduce")
+        self.compute_weights.collect()
         self._gradients.reduce()
         self._scaling.unscale_(self._gradients.values)
-        self._balance.reduce()
+        self.expert_balance.reduce()
 
     def clip(self, on_phase: OnPhase = silent) -> Tensor:
         """Clip to ``optimizer.clip_norm``; return the global norm before clipping, fp64 on the device."""
         on_phase("clip")
         gradients = self._gradients.values
         norm = global_norm(gradients, self._counted, self.layout, self.device, self._waits)
-        self._adaptation.observe(gradients)
+        self.adaptation.observe(gradients)
         clip_(gradients, norm, self._clip_norm)
         return norm
 
@@ -215,8 +215,8 @@ class Engine:
         self._optimizer.step(self._gradients.values, rate, update)
         self._gradients.update_copies()
         self._gradients.commit()
-        self._balance.step()
-        self._adaptation.step()
+        self.expert_balance.step()
+        self.adaptation.step()
         self._scaling.step()
         self.step += 1
 
@@ -242,6 +242,7 @@ class Engine:
 
     def skip_step(self) -> None:
         """Count a step without its update: weights, moments, expert biases and loss scale stay."""
+        self.adaptation.step(moved=False)
         self.step += 1
         self.skipped += 1
 
@@ -249,7 +250,7 @@ class Engine:
 
     def expert_load(self) -> ExpertLoad:
         """Return the use of this stage's experts in the step that was reduced last."""
-        return self._balance.load()
+        return self.expert_balance.load()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[StepBatch], averaged: bool = False) -> tuple[float, int]:
@@ -259,6 +260,7 @@ class Engine:
             averaged: by the moving average of the weights. Nothing may read `state` meanwhile.
         """
         total, tokens_seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        self.compute_weights.refresh()
         with self._optimizer.average.in_place(self._weights_moved) if averaged else nullcontext():
             for batch in batches:
                 for loss in self._passes.losses(batch):
@@ -272,14 +274,11 @@ class Engine:
         self._gradients.update_copies()
         for model in self._models.values():
             free_gathered_weights(model)
+        self.compute_weights.refresh()
 
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:
-        """Decide which parts compute in low precision, by held-out batches; all ranks together.
-
-        Returns:
-            The decision, or None where the job does not ask for it.
-        """
-        return self._adaptation.decide(batches, lambda some: self.evaluate(some)[0])
+        """Choose the parts that compute in low precision, by held-out batches; None: nobody asked."""
+        return self.adaptation.decide(batches, self)
 
     # --- state ---------------------------------------------------------------------------------------
 
@@ -321,13 +320,16 @@ class Engine:
         """List the gradients as they are now: raw after `reduce`, clipped after `clip`."""
         return self._state.gradients(self._gradients.values)
 
-    def initialise(self, seed: int, moved: Callable[[], None] = lambda: None) -> None:
+    def initialise(
+        self, seed: int, moved: Callable[[], None] = lambda: None, made: MadeWeights | None = None
+    ) -> None:
         """Set the weights of step 0: a function of seed and name alone, the same at every layout.
 
         Args:
             moved: called after each piece.
+            made: weights of earlier engines of this model and seed; None: nobody keeps any.
         """
-        self._state.initialise(seed, moved)
+        self._state.initialise(seed, moved, made)
         self.step = self.skipped = 0
 
     def set_step(self, step: int, skipped: int = 0) -> None:
@@ -347,8 +349,9 @@ class Engine:
         self._gradients.close()
         self._mesh.close()
         self._models.clear()
+        self.compute_weights.close()
         del self._passes, self._gradients, self._mesh, self._state
-        del self._optimizer, self._balance, self._adaptation
+        del self._optimizer, self.expert_balance, self.adaptation
         self._pools.close()
 
 
@@ -366,7 +369,7 @@ def build_engine(
 
     Args:
         groups: connected process groups; None only for a layout of one process.
-        variability: of the gradients that this process saw in earlier generations, for adaptive precision.
+        variability: of gradients that this process saw in earlier generations, for adaptive precision.
         on_built: called after each part.
         pools: for gradient buckets and optimizer state; None: there are none.
 
@@ -375,7 +378,6 @@ def build_engine(
         PeerLostError: a peer is gone.
 
     Example:
-        >>> import torch
         >>> from picotron_ray.config.schema.data import DataConfig
         >>> from picotron_ray.config.schema.model import ModelConfig
         >>> model = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, layers=2, heads=2)
@@ -393,7 +395,6 @@ def build_engine(
     if groups.world_size != layout.world_size:
         raise LayoutError(f"layout {layout} needs {layout.world_size} processes, saw {groups.world_size}")
     with groups.guard("build"), groups.forming():
-        mesh = make_mesh(layout, rank, device.type, groups.timeout, device)
-        mesh.nodes = groups.nodes
+        mesh = make_mesh(layout, rank, device.type, groups.timeout, device, groups.nodes)
     on_built()
     return Engine(job, mesh, device, variability, on_built, pools)

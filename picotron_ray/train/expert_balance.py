@@ -2,10 +2,14 @@
 
 The bias of an expert moves by ``bias_rate`` against its load's distance from the mean, once per step, by the
 sign alone (Wang et al. 2024, "Auxiliary-Loss-Free ExpertLoad Balancing Strategy for Mixture-of-Experts").
+
+Loads of the last steps, by which a later generation places experts, go to the host in the background and are
+taken in one step late. They are whole numbers, summed over the replicas: all ranks of a stage have the same.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from picotron_ray.models.layers.moe import MixtureOfExperts
+from picotron_ray.train.late_numbers import LateNumbers
+
+WINDOW_STEPS = 100
+"""Steps whose loads are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class ExpertBalance:
     Args:
         mixtures: layer number and module.
         group: ranks that feed other tokens to the same layers. None: there are none.
+        keeps: whether the loads of the last steps are kept.
 
     Fields:
         per_layer: ``[layers, experts + 1]`` fp64 of the step that `reduce` ended: assignments of each expert
@@ -43,9 +52,15 @@ class ExpertBalance:
     """
 
     def __init__(
-        self, mixtures: Sequence[tuple[int, MixtureOfExperts]], group: dist.ProcessGroup | None
+        self,
+        mixtures: Sequence[tuple[int, MixtureOfExperts]],
+        group: dist.ProcessGroup | None,
+        *,
+        keeps: bool = False,
     ) -> None:
-        self._mixtures, self._group = list(mixtures), group
+        self._mixtures, self._group, self._keeps = list(mixtures), group, keeps
+        self._last: deque[Tensor] = deque(maxlen=WINDOW_STEPS)
+        self._arriving: LateNumbers | None = None
         self.per_layer: Tensor | None = None
 
     def begin(self, scale: float) -> None:
@@ -65,7 +80,11 @@ class ExpertBalance:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every bias against its expert's load, but for frozen ones."""
+        """Move every bias against its expert's load, but for frozen ones; keep the step's loads."""
+        if self._keeps and self.per_layer is not None:
+            if self._arriving is not None:
+                self._last.append(self._arriving.arrived())
+            self._arriving = LateNumbers(self.per_layer[:, :-1])
         for number, (_, mixture) in enumerate(self._mixtures):
             router = mixture.router
             if router.bias is not None and not router.held:
@@ -74,6 +93,16 @@ class ExpertBalance:
                 router.bias.add_(
                     (used.mean() - used).sign().to(router.bias.dtype), alpha=router.config.bias_rate
                 )
+
+    def recent(self) -> dict[int, tuple[int, ...]]:
+        """Return by layer each expert's assignments in the last steps but the newest; empty: none are kept.
+
+        The host does not wait for the device: it may be called where that has failed.
+        """
+        if not self._last:
+            return {}
+        total = torch.stack(tuple(self._last)).sum(dim=0).long().tolist()
+        return {layer: tuple(loads) for (layer, _), loads in zip(self._mixtures, total, strict=True)}
 
     def load(self) -> ExpertLoad:
         """Return the load of the step that `reduce` ended."""

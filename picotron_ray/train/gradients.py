@@ -52,7 +52,9 @@ class Gradients:
         summed = [parameter for parameter in parameters if parameter.spec.trained]
         self.trained = [parameter for parameter in summed if not self._ends.follows(parameter)]
         chosen = {p.parameter for p in summed if plan.compressed and _is_compressible(p, definition)}
-        self._replicated = replicated(((p.parameter, _sum_group(p, mesh)) for p in summed), plan, chosen)
+        copies: dict[Tensor, Tensor] = {p.parameter: p.narrow for p in summed if p.narrow is not None}
+        pairs = ((p.parameter, _sum_group(p, mesh)) for p in summed)
+        self._replicated = replicated(pairs, plan, chosen, copies)
         names: dict[Tensor, str] = {p.parameter: p.spec.name for p in summed}
         self.owed: Mapping[str, Tensor] = {
             names[parameter]: owed for copies in self._replicated for parameter, owed in copies.owed
@@ -72,6 +74,8 @@ class Gradients:
         self.values = []
         for parameter in self._parameters:
             parameter.parameter.grad = None
+            if parameter.narrow is not None:
+                parameter.narrow.grad = None
         for copies in self._replicated:
             copies.begin(micro_batches, step, scale)
 

@@ -117,6 +117,8 @@ class Loop:
     """Compares what ranks hold alike after a step."""
     check_peers: Callable[[], None] = lambda: None
     """Raises where the generation was aborted."""
+    tell: Callable[[str], None] = lambda words: None
+    """Hears what changes within the generation, the same on all ranks."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -274,6 +276,10 @@ class Loop:
         }
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
+        if changes := self.engine.adaptation.changes():
+            line["precision"] = changes
+            said = "; ".join(f"{', '.join(parts)} {name}" for name, parts in changes.items())
+            self.tell(f"step {step}: precision of {said}")
         if skipped:
             line["skipped"] = skipped
             self.page.count_bad(step)
@@ -325,12 +331,14 @@ class Loop:
         """
         mine = Contribution(0.0, 0.0, flags=self.requests.take())
         flags = exchange(mine, self.layout, self.device).flags
+        self.check_peers()
         self.requests.add(flags & ~(LASTING | GO))
         return flags
 
     def _exchange_apart(self, mine: Contribution) -> Agreement:
         """Exchange figures between steps; flags are not acted on, but raised again for the next step's."""
         agreement = exchange(replace(mine, flags=self.requests.take()), self.layout, self.device)
+        self.check_peers()  # no step's number tells these numbers from those of the last time
         self.requests.add(agreement.flags)
         return agreement
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def untraceable(job: JobConfig) -> str:
     """Reason why steps of a job cannot be traced; empty: they can."""
     kernels = job.kernels
-    compiled = kernels.compile or "compiled" in (kernels.norm, kernels.activation)
+    compiled = kernels.compile is True or "compiled" in (kernels.norm, kernels.activation)
     if compiled:
         return "compiled code runs no operators that could be counted"
     if kernels.cuda_graphs:
@@ -44,7 +44,7 @@ def accounted_step(engine: Engine, body: Callable[[Callable[[str], None]], T]) -
 
 def held(engine: Engine) -> dict[str, list[Tensor]]:
     """Tensors that an engine has between two steps, by class of memory."""
-    weights = list(_tensors(engine.weights()))
+    weights = [*_tensors(engine.weights()), *engine.compute_weights.copies]
     storages = {tensor.untyped_storage()._cdata for tensor in weights}
     state = [t for t in _tensors(engine.state()) if t.untyped_storage()._cdata not in storages]
     return {"weights": weights, "gradient": list(_tensors(engine.gradients())), "optimizer": state}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,11 +46,10 @@ class MicroBatcher:
         Inputs, targets and named arguments are ``[micro_batches, micro_batch, local tokens]``. Weights are
         ``[micro_batches, micro_batch]``. Documents are numbered over whole rows, before cp cuts them.
         """
-        tokens = torch.from_numpy(batch.tokens).to(self._device, non_blocking=True)
-        weights = torch.from_numpy(batch.weights).to(self._device, self._dtype, non_blocking=True)
+        tokens, weights = self._sent(batch.tokens), self._sent(batch.weights).to(self._dtype)
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
         if batch.counted is not None:
-            counted = torch.from_numpy(batch.counted).to(self._device, non_blocking=True)
+            counted = self._sent(batch.counted)
             targets = torch.where(counted, targets, UNCOUNTED)
         named = {"weights": weights} if self._weighted else {}
         if self._document_end is not None:
@@ -59,6 +59,13 @@ class MicroBatcher:
         if self._with_targets:
             named["targets"] = targets if batch.counted is None else targets.clamp(min=0)
         return inputs, targets, weights, named
+
+    def _sent(self, array: np.ndarray) -> Tensor:
+        """Copy to the device. For a copy of pageable memory CUDA may have the host wait for its stream."""
+        held = torch.from_numpy(array)
+        if self._device.type == "cuda" and torch.cuda.is_available():
+            held = held.pin_memory()
+        return held.to(self._device, non_blocking=True)
 
     def micro_batches(self, batch: StepBatch) -> Iterator[MicroBatch]:
         """Yield one micro-batch after the other."""

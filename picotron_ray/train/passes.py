@@ -23,7 +23,7 @@ from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.train.cuda_graphs import StepGraph
 from picotron_ray.train.gradients import Gradients, StaticGradients
 from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher
-from picotron_ray.train.precision.precision import master_dtype
+from picotron_ray.train.precision.precision import compute_dtype, master_dtype
 from picotron_ray.train.reduction_plan import reduction_plan
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ OnAction = Callable[[str, int], None]
 """Hears what begins within a phase of a step (`config.schema.telemetry`), and for which stage; -1: none."""
 OnPhase = Callable[[str], None]
 """Hears the name of each phase of a step as it begins."""
+
+
+def silent(phase: str) -> None:
+    """Ignore the phase: an ``on_phase`` that tells nobody."""
+
+
+def unwatched(phase: str, stage: int) -> None:
+    """Ignore the action: an ``on_action`` that tells nobody."""
 
 
 class Passes(Protocol):
@@ -243,5 +251,6 @@ def _pipeline(
     parts = layout.tp if definition.sequence_parallel else 1
     rows = layout.micro_batch_rows(mesh.at.dp, job.data.global_batch)
     shape = (rows, sequence // parts, definition.hidden_size)
-    hidden = torch.empty(shape, dtype=master_dtype(job), device="meta", requires_grad=True)
+    dtype = compute_dtype(job) or master_dtype(job)
+    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     return Pipeline(models, layout, group, hidden, sequence, loss, device, job.layout.actions)

@@ -147,13 +147,14 @@ def _gradients(
     fsdp = mesh.collectives(GRADIENTS)
 
     def cost() -> Cost:
-        return Cost(gradients.cost[0] + fsdp.moved_bytes, gradients.cost[1] + fsdp.cost_s)
+        nbytes, seconds = gradients.cost
+        return Cost(nbytes + fsdp.moved_bytes, seconds + fsdp.cost_s)
 
     ways: dict[str, Callable[[], None]] = {comm.gradients: lambda: None}
     if comm.selector and not mesh.layout.zero:
         plans = reduction_candidates(reduction_plan(comm, mesh), inner, mesh.layout.replicas, own=own)
         ways = {name: partial(gradients.use, plan) for name, plan in plans.items()}
-    return Traveller(ways, cost, link)
+    return Traveller(ways, cost, link, late=not own and len(ways) == 1)  # a choice is judged by its own step
 
 
 def _collectives(

@@ -10,7 +10,8 @@ On CUDA it runs beside the step, on a stream of its own:
 2. The thread of snapshots queues copies into a ring of page-locked chunks, as many as are free, and drains
    each into the slot, with its digest, once its event has come. The ring bounds the memory, not the state.
 3. ``follow``, on the training thread before the optimizer's first write, waits until the last copy is queued;
-   its stream then waits for that copy's event. The host waits for neither copy nor digest.
+   its stream then waits for that copy's event. The host waits neither for the last copy nor for its digest,
+   but for those before, as far as the ring does not hold the state: a chunk is free once it is digested.
 
 Live tensors are not freed while they are read: they are the engine's for its whole life, and the snapshotter
 joins its thread, which has waited for its stream, before the engine goes. What is made on the own stream
@@ -18,7 +19,7 @@ joins its thread, which has waited for its stream, before the engine goes. What 
 
 What a snapshot costs a step is then what the loop and its stream waited, at most 2 % of the steps between two
 of them; and one must end before the next begins. Of the device's memory bandwidth a copy takes what the bus
-carries, a hundredth. Not run on a GPU.
+carries, a hundredth. Run on one H100 (docs/gpu.md).
 """
 
 from __future__ import annotations

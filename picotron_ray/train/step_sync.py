@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from picotron_ray.comm.renamed import all_gather_single
+from picotron_ray.comm.collectives.world_gather import gather_world
 from picotron_ray.comm.wire_bytes import SENT, STEP, size_bytes
 from picotron_ray.errors import PeerLostError
 from picotron_ray.layout.layout import Layout
@@ -151,7 +151,7 @@ def gather(mine: Contribution, layout: Layout, device: torch.device, group: Any 
         return local
     gathered = local.new_full((layout.world_size * local.numel(),), NOWHERE)
     SENT.add(STEP, size_bytes(local) * (layout.world_size - 1))
-    all_gather_single(gathered, local, group=group)
+    gather_world(gathered, local, group)
     return gathered
 
 

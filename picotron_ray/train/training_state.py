@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
-from picotron_ray.checkpoint.torch_state import ERROR_FEEDBACK, WEIGHT_AVERAGE, Encoded, StateTensor
+from picotron_ray.checkpoint.torch_state import (
+    ERROR_FEEDBACK,
+    WEIGHT_AVERAGE,
+    Encoded,
+    StateTensor,
+    dtype_name,
+)
 from picotron_ray.layout.shards import Box, Shard, region, slabs
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.local_shards import LocalParameter
@@ -20,6 +26,8 @@ Moments = Mapping[str, Mapping[str, Tensor | QuantizedTensor]]
 """Per moment name, the values by the name of each parameter."""
 INITIAL_PIECE = 1 << 22
 """Initial weights that are in host memory at once, elements."""
+MadeWeights = MutableMapping[tuple[str, Box], Tensor]
+"""Initial weights by name and box, in host memory."""
 
 
 class TrainingState:
@@ -46,7 +54,7 @@ class TrainingState:
 
     def weights(self, averages: bool = False) -> list[StateTensor]:
         """List the weights, if asked with their moving averages, without moments."""
-        found = [_shard(p.spec.name, p, p.local, still=p.spec.frozen) for p in self._parameters]
+        found = [s for p in self._parameters for s in _shards(p.spec.name, p, p.local, still=p.spec.frozen)]
         return [*found, *self._moment_shards((WEIGHT_AVERAGE,))] if averages else found
 
     def tensors(self) -> list[StateTensor]:
@@ -58,7 +66,7 @@ class TrainingState:
             values = self._moments.get(moment, {})
             for p in self._trained:
                 if p.spec.name in values:
-                    yield _shard(f"{moment}/{p.spec.name}", p, values[p.spec.name])
+                    yield from _shards(f"{moment}/{p.spec.name}", p, values[p.spec.name])
 
     def _scales(self) -> Iterator[StateTensor]:
         """The loss scale, which all ranks hold alike; the first state group speaks for it."""
@@ -71,41 +79,55 @@ class TrainingState:
         """List what several ranks may hold alike, each with its key: equal keys and names say equal boxes.
 
         Error feedback is left out, as it differs between replicas, and what is not kept as a plain tensor on
-        the device of the weights: looking at it would cost more than the step.
+        the device of the weights: looking at it would cost more than the step. Experts are as the layout
+        orders them.
         """
-        found = [(self._key("weights", p), _shard(p.spec.name, p, p.local)) for p in self._parameters]
+        found = [(self._key("weights", p), _held(p.spec.name, p, p.local)) for p in self._parameters]
         for moment, values in self._moments.items():
             for p in self._trained if moment != ERROR_FEEDBACK else ():
                 value = values.get(p.spec.name)
                 if isinstance(value, Tensor) and value.device == p.local.device:
-                    found.append((self._key(moment, p), _shard(f"{moment}/{p.spec.name}", p, value)))
+                    found.append((self._key(moment, p), _held(f"{moment}/{p.spec.name}", p, value)))
         return found + [("scales", tensor) for tensor in self._scales()]
 
     def replicated_gradients(self, values: Sequence[Tensor]) -> list[tuple[str, StateTensor]]:
         """As `replicated`, of gradients that were summed."""
-        found = zip(self._trained, self.gradients(values), strict=True)
-        return [(self._key("gradients", p), gradient) for p, gradient in found]
+        found = zip(self._trained, values, strict=True)
+        return [(self._key("gradients", p), _held(p.spec.name, p, gradient)) for p, gradient in found]
 
     def _key(self, what: str, parameter: LocalParameter) -> str:
         key = replica_key(parameter.spec, self._layout, self._rank)
         return f"{what}:{','.join(map(str, key))}"
 
     def gradients(self, values: Sequence[Tensor]) -> list[StateTensor]:
-        """List gradients, one for each trained parameter."""
-        return [_shard(p.spec.name, p, g) for p, g in zip(self._trained, values, strict=True)]
+        """List gradients.
+
+        Args:
+            values: one for each trained parameter.
+        """
+        found = zip(self._trained, values, strict=True)
+        return [shard for p, value in found for shard in _shards(p.spec.name, p, value)]
 
     @torch.no_grad()
-    def initialise(self, seed: int, moved: Callable[[], None] = lambda: None) -> None:
+    def initialise(
+        self, seed: int, moved: Callable[[], None] = lambda: None, made: MadeWeights | None = None
+    ) -> None:
         """Set weights, moments and scale of step 0, a piece at a time, and call ``moved`` after each.
+
+        What was ``made`` before is taken from there, and what is made goes there.
 
         Averages begin as the weights, all else beside them at zero.
         """
         initial = self._definition.initial(seed)
         for parameter in self._parameters:
-            local, box = parameter.local, parameter.box
-            for piece in slabs(box, INITIAL_PIECE):
-                local[region(piece, box)] = initial(parameter.spec, piece)
-                moved()
+            for box, local in parameter.parts(parameter.local):
+                for piece in slabs(box, INITIAL_PIECE):
+                    key = (parameter.spec.name, piece)
+                    first = made[key] if made and key in made else initial(parameter.spec, piece)
+                    if made is not None:
+                        made[key] = first
+                    local[region(piece, box)] = first
+                    moved()
         for values in self._moments.values():
             for value in values.values():
                 value.zero_()
@@ -117,9 +139,16 @@ class TrainingState:
         self._scaling.initialise()
 
 
-def _shard(
+def _shards(
     name: str, parameter: LocalParameter, tensor: Tensor | Encoded, *, still: bool = False
-) -> StateTensor:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shard = Shard(name, dtype, parameter.spec.shape, parameter.box)
-    return StateTensor(shard, tensor, parameter.primary, still)
+) -> Iterator[StateTensor]:
+    """Yield a tensor's boxes of the canonical one."""
+    for box, rows in parameter.parts(tensor):
+        shard = Shard(name, dtype_name(tensor.dtype), parameter.spec.shape, box)
+        yield StateTensor(shard, rows, parameter.primary, still)
+
+
+def _held(name: str, parameter: LocalParameter, tensor: Tensor) -> StateTensor:
+    """Return a tensor as this rank holds it, whole."""
+    shard = Shard(name, dtype_name(tensor.dtype), parameter.spec.shape, parameter.box)
+    return StateTensor(shard, tensor, parameter.primary)

@@ -123,12 +123,15 @@ class Traveller:
         cost: of the step, on this rank.
         link: what lies below.
         timed: whether ``cost`` has the seconds that the step waits.
+        late: whether reading ``cost`` waits for the device. It is read after the ranks' exchange then, which
+            has waited anyway, and told with the next step.
     """
 
     ways: Mapping[str, Callable[[], None]]
     cost: Callable[[], Cost]
     link: str = "in a node"
     timed: bool = True
+    late: bool = False
 
 
 class WaySelection:
@@ -141,6 +144,7 @@ class WaySelection:
 
     def __init__(self, things: Mapping[str, Traveller], leads: bool = True) -> None:
         self._things = dict(things)
+        self._read: dict[str, Cost] = {}
         self._choices = {
             name: WayChoice(name, list(thing.ways), thing.link, leads, thing.timed)
             for name, thing in things.items()
@@ -154,14 +158,21 @@ class WaySelection:
                 self._things[name].ways[turn]()
 
     def costs(self) -> tuple[Cost, ...]:
-        """Tell what the step cost this rank, for each of `THINGS`."""
-        return tuple(self._things[name].cost() if name in self._things else Cost() for name in THINGS)
+        """Tell what the step cost this rank, for each of `THINGS`; of late ones what the one before did."""
+        return tuple(self._cost(name) for name in THINGS)
+
+    def _cost(self, name: str) -> Cost:
+        thing = self._things.get(name)
+        if thing is None:
+            return Cost()
+        return self._read.get(name, Cost()) if thing.late else thing.cost()
 
     def decide(self, costs: Sequence[Cost]) -> None:
         """Take in the largest costs of all ranks, for each of `THINGS`."""
         for name, cost in zip(THINGS, costs, strict=True):
             if name in self._choices:
                 self._choices[name].decide(cost)
+        self._read = {name: thing.cost() for name, thing in self._things.items() if thing.late}
 
     def figures(self) -> dict[str, tuple[float, float]]:
         """Seconds of the newest step that were predicted and measured, by thing; only what is known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -24,17 +25,24 @@ REHEARSED_BACKEND = "aot_eager"
 """Of torch.compile on a CPU: all of it but the compiler of kernels, which takes half a minute there."""
 
 
+def raise_on_waits(mode: str) -> None:
+    """``error``: torch raises where the host waits; ``default``: not. It warns that it sees not all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
     """On CUDA torch raises inside where the host would wait for the device."""
     if device.type != "cuda":
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    raise_on_waits("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        raise_on_waits("default")
 
 
 def quiet_steps(job: Job, config: JobConfig, layout: Layout, kind: str) -> tuple[int, list[float]]:
@@ -50,10 +58,10 @@ def quiet_steps(job: Job, config: JobConfig, layout: Layout, kind: str) -> tuple
         nonlocal reads
         reads += 1
         if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+            raise_on_waits("default")
         found = seam(numbers)
         if device.type == "cuda" and reads > 3:
-            torch.cuda.set_sync_debug_mode("error")
+            raise_on_waits("error")
         return found
 
     def step(number: int) -> float:

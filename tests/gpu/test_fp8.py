@@ -39,7 +39,7 @@ def gradients(precision: str) -> tuple[float, torch.Tensor]:
     loss, _ = engine.gradients_of(feed)
     found = torch.cat([entry.tensor.flatten() for entry in engine.gradients()]).cpu()
     engine.close()
-    return loss, found
+    return float(loss), found
 
 
 def test_real_products_are_as_the_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.parallel.memory.trace import MemoryAccount
-from picotron_ray.train.engine import Engine, silent
+from picotron_ray.train.engine import Engine
 from picotron_ray.train.memory_account import accounted_step
 from picotron_ray.train.optim.lr_schedule import learning_rate
-from picotron_ray.train.passes import OnPhase
+from picotron_ray.train.passes import OnPhase, silent
+from picotron_ray.train.training_state import MadeWeights
 
 
 class Training(Protocol):
@@ -35,9 +36,13 @@ class Training(Protocol):
 class EngineTraining:
     """The service's own step (`train.loop.Loop`) without exchange, ledger line and snapshot."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, made: MadeWeights | None = None) -> None:
+        """
+        Args:
+            made: see `Engine.initialise`.
+        """
         self._engine = engine
-        engine.initialise(engine.job.seed)
+        engine.initialise(engine.job.seed, made=made)
 
     def step(self, batch: StepBatch, on_phase: OnPhase = silent) -> Tensor:
         engine = self._engine
@@ -45,6 +50,11 @@ class EngineTraining:
         on_phase("optimizer")
         engine.optimizer_step(learning_rate(engine.job.optimizer, batch.step, engine.job.steps))
         return loss
+
+    @property
+    def applied(self) -> list[str]:
+        """Phrases for what the engine computes with."""
+        return list(self._engine.applied)
 
     def accounted(self, batch: StepBatch) -> MemoryAccount:
         """Take one step, not the first, and account its memory."""

@@ -1,5 +1,8 @@
 """``bench gpu``: everything that a machine with GPUs can show, in one JSON named by the device.
 
+Parts that are not asked for stay as an earlier run left them in that file: a machine may be there for
+minutes alone.
+
 Each part runs in processes of its own; one that fails or cannot run here says why in the result, and the
 others go on. Nothing needs a network, nor Ray but for the part ``service``.
 
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ import numpy as np
 
 from picotron_ray.bench.common.machine import machine, versions
 from picotron_ray.bench.common.signals import sigterm_exits
-from picotron_ray.bench.gpu.recovery import bench_kill, bench_snapshots
+from picotron_ray.bench.gpu.recovery import FLAT, bench_kill, bench_snapshots
 from picotron_ray.bench.gpu.tests_part import bench_tests, checkout
 from picotron_ray.bench.mfu import run as mfu
 from picotron_ray.bench.recovery.peers.host import environment
@@ -71,6 +75,8 @@ class Sizes:
     rounds: int
     kills: int
     snapshot_steps: int
+    at_once: int = 1
+    """Tests."""
 
 
 ON_GPUS = Sizes(
@@ -86,6 +92,21 @@ ON_GPUS = Sizes(
     kills=5,
     snapshot_steps=100,
 )
+QUICK = Sizes(
+    config="smollm-1.7b",
+    overrides=("data.global_batch=16",),
+    small="smollm-135m",
+    small_overrides=("data.global_batch=32",),
+    tests="",
+    only="kernels.compile,kernels.projections,kernels.loss,kernels.attention=flash,kernels.optimizer",
+    steps=5,
+    warmup=2,
+    rounds=1,
+    kills=1,
+    snapshot_steps=24,
+    at_once=4,
+)
+"""For a machine that is at hand for minutes."""
 REHEARSAL = Sizes(
     config="tiny",
     overrides=(),
@@ -107,6 +128,7 @@ class GpuOptions:
 
     out: Path
     cpu: bool = False
+    quick: bool = False
     parts: str = "all"
     workers: int | None = None
     picotron: Path | None = None
@@ -160,28 +182,38 @@ def bench(options: GpuOptions, say: Say) -> dict[str, Any]:
     chosen, place = options.chosen, place_of(options)
     if not options.out.is_dir():
         raise ConfigError(f"--out: saw {options.out}, expected a folder that exists")
-    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-gpu-") as name:
-        parts = run_parts({part: work_of(part, options, place, Path(name), say) for part in chosen}, say)
-    found = assembled(place, options, parts)
     file = options.out / f"{slug(place)}.json"
-    write_asked("--out", file, json.dumps(found, indent=2) + "\n")
+
+    before = earlier_parts(file, options)
+
+    def keep(parts: Mapping[str, Any]) -> dict[str, Any]:
+        mine = {name: {**part, "quick": options.quick} for name, part in parts.items()}
+        found = assembled(place, options, before | mine)
+        write_asked("--out", file, json.dumps(found, indent=2) + "\n")
+        return found
+
+    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-gpu-") as name:
+        works = {part: work_of(part, options, place, Path(name), say) for part in chosen}
+        found = keep(run_parts(works, say, keep))
     say(f"written to {file}")
     return found
 
 
 Work = Callable[[], dict[str, Any]] | str
 """What a part does, or why it is left out."""
+Keep = Callable[[Mapping[str, Any]], object]
+"""Takes what was found so far."""
 
 
 def work_of(part: str, options: GpuOptions, place: Devices, folder: Path, say: Say) -> Work:
     """Make a part ready to run, or say why it cannot run here."""
-    sizes = REHEARSAL if options.cpu else ON_GPUS
+    sizes = REHEARSAL if options.cpu else QUICK if options.quick else ON_GPUS
     small = (sizes.small, small_overrides(sizes, folder), place.kind, place.count)
     if part == "tests":
         root = checkout()
         if root is None or importlib.util.find_spec("pytest") is None:
             return "tests/gpu or pytest is not here: run it from a checkout with the extra test"
-        return lambda: bench_tests(root, place.kind, sizes.tests, folder)
+        return lambda: bench_tests(root, place.kind, sizes.tests, folder, sizes.at_once)
     if part == "mfu":
         return lambda: bench_mfu(sizes, options, place, folder, say)
     if part == "snapshots":
@@ -193,8 +225,11 @@ def work_of(part: str, options: GpuOptions, place: Devices, folder: Path, say: S
     return lambda: bench_service(sizes, place, folder)
 
 
-def run_parts(works: Mapping[str, Work], say: Say) -> dict[str, Any]:
-    """Run one part after the other; each is ``done``, ``failed`` or ``left out``, with its reason."""
+def run_parts(works: Mapping[str, Work], say: Say, keep: Keep) -> dict[str, Any]:
+    """Run one part after the other; each is ``done``, ``failed`` or ``left out``, with its reason.
+
+    What is found is kept after each: a machine that is at hand for minutes may be gone before the last.
+    """
     found: dict[str, Any] = {}
     for part, work in works.items():
         if isinstance(work, str):
@@ -204,6 +239,8 @@ def run_parts(works: Mapping[str, Work], say: Say) -> dict[str, Any]:
             began = time.monotonic()
             found[part] = _ended(work)
             found[part]["seconds"] = round(time.monotonic() - began, 1)
+            found[part]["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+        keep(found)
         why = f": {found[part]['why']}" if "why" in found[part] else ""
         say(f"{part}: {found[part]['status']}{why}")
     return found
@@ -222,9 +259,24 @@ def _ended(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {"status": "done", "found": found}
 
 
+def earlier_parts(file: Path, options: GpuOptions) -> dict[str, Any]:
+    """Return parts that are not asked for, as an earlier run left them in the file.
+
+    Raises ConfigError where that is no result of this command.
+    """
+    try:
+        found = json.loads(file.read_text())
+        return {name: part for name, part in found["parts"].items() if name not in options.chosen}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"--out: saw {file}, which is no result of bench gpu; move it away") from None
+
+
 def assembled(place: Devices, options: GpuOptions, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Put the result together. Pure but for what it says of the machine."""
     given = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    given.pop("out")
     return {
         "schema": SCHEMA,
         "device": asdict(place),
@@ -297,7 +349,7 @@ def bench_service(sizes: Sizes, place: Devices, folder: Path) -> dict[str, Any]:
         *(sizes.small, *small_overrides(sizes, folder), f"name=bench-gpu-{place.count}", f"steps={steps}"),
         *(f"cluster.device={place.kind}", f"cluster.max_workers={place.count}", "cluster.min_workers=1"),
         *(f"chaos={json.dumps(chaos)}", f"storage.url={folder / 'service'}"),
-        *("checkpoint.interval_steps=20", "evaluate.interval_steps=60", "evaluate.samples=8", "--json"),
+        *(FLAT, "checkpoint.interval_steps=20", "evaluate.interval_steps=60", "evaluate.samples=8", "--json"),
     ]
     done = subprocess.run(
         [sys.executable, "-m", "picotron_ray.launch", *words],

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from picotron_ray.bench.common.copy_figures import copy_figures
 from picotron_ray.bench.common.statistics import quartiles
 from picotron_ray.bench.gpu.ranks import Answer, Ranks
 from picotron_ray.config.load import load_job
@@ -35,6 +36,8 @@ KILL_AT = 8
 """Step whose snapshot is sealed everywhere before a rank is killed."""
 LEFT = ("interrupted", str(FailureKind.PEER_LOST))
 """Outcomes of those that survive."""
+FLAT = "optimizer.schedule={kind: constant}"
+"""A recipe's warm-up is longer than a benchmark."""
 WARM = 3
 """First steps of a generation that are not counted."""
 
@@ -46,7 +49,7 @@ def ranks_of(
     """Make ranks of a config in host memory; their slots go at the end."""
     folder = Path(tempfile.mkdtemp(prefix="picotron-bench-gpu-", dir="/dev/shm"))
     fixed = [
-        *(f"steps={steps}", "chaos=[]", "evaluate.samples=8", f"cluster.device={kind}"),
+        *(f"steps={steps}", "chaos=[]", "evaluate.samples=8", f"cluster.device={kind}", FLAT),
         *(f"evaluate.interval_steps={NEVER}", f"checkpoint.interval_steps={NEVER}"),
         *(f"snapshot.folder={folder}", f"storage.url={folder / 'storage'}"),
     ]
@@ -160,15 +163,3 @@ def step_figures(answers: Sequence[Answer]) -> dict[str, Any]:
         "skipped": max(answer["skipped"] for answer in answers),
         "copies": copy_figures([times for answer in answers for times in answer["copies"]]),
     }
-
-
-def copy_figures(times: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """Medians of copies by the device's events, and the share that ran beside the step; None without any.
-
-    >>> copy_figures([{"copy_s": 0.2, "exposed_s": 0.05, "host_wait_s": 0.0}])["overlap"]
-    0.75
-    """
-    if not times:
-        return None
-    found = {name: median(each[name] for each in times) for name in times[0]}
-    return found | {"overlap": 1 - found["exposed_s"] / found["copy_s"]}

@@ -29,6 +29,8 @@ def _tests(found: Mapping[str, Any]) -> Iterator[str]:
 def _mfu(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"MFU {100 * found['mfu']:.1f} %"
     yield f"{found['tokens_per_s']['median']:,.0f} tokens/s"
+    for name, way in found["loop"].items():
+        yield f"{name}: steps x {way['over_base']['median']:.3f}"
 
 
 def _snapshots(found: Mapping[str, Any]) -> Iterator[str]:

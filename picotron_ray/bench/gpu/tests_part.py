@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,11 +26,12 @@ def checkout() -> Path | None:
     return root if (root / "tests" / "gpu").is_dir() else None
 
 
-def bench_tests(root: Path, kind: str, chosen: str, folder: Path) -> dict[str, Any]:
+def bench_tests(root: Path, kind: str, chosen: str, folder: Path, at_once: int = 1) -> dict[str, Any]:
     """Run them.
 
     Args:
         chosen: pytest's expression of names (``-k``); empty: all.
+        at_once: files whose tests run beside each other, where pytest-xdist is installed.
 
     Raises PicotronError where pytest itself fails, TimeoutExpired after `LONGEST_S`.
     """
@@ -42,11 +44,14 @@ def bench_tests(root: Path, kind: str, chosen: str, folder: Path) -> dict[str, A
         "-q",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:benchmark",  # pytest-benchmark warns beside pytest-xdist, and warnings are errors
         f"--junitxml={report}",
     ]
     environment = {**os.environ, **({REHEARSAL: "cpu"} if kind == "cpu" else {})}
+    beside = at_once > 1 and importlib.util.find_spec("xdist") is not None
     done = subprocess.run(
-        [*command, *(["-k", chosen] if chosen else [])],
+        [*command, *(["-k", chosen] if chosen else []), *(["-n", str(at_once)] if beside else [])],
         cwd=root,
         env=environment,
         capture_output=True,

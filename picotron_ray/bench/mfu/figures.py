@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from picotron_ray.bench.common.statistics import quartiles
 from picotron_ray.config.schema.job import JobConfig
@@ -113,3 +114,31 @@ def breakdown(ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         name: {"s": seconds[name], "share": seconds[name] / total} for name in PHASES if name in seconds
     }
     return {"rank": busiest, "step_s": total, "phases": phases}
+
+
+class Timed(NamedTuple):
+    """Steps that count: seconds of each in turn, and the snapshots that began among them."""
+
+    steps_s: list[float]
+    snapshots: int
+
+
+def timed(
+    began_s: Mapping[int, float], sealed: Sequence[int], warmup: int, steps: int, *, snapshots: bool
+) -> Timed | None:
+    """Choose at least ``steps`` steps after the warm-up, with ``snapshots`` whole intervals; None: not yet.
+
+    Args:
+        began_s: when each step began; the last one is under way.
+        sealed: steps whose state was snapshotted, in order.
+
+    >>> timed({step: float(step) for step in range(1, 10)}, [1, 3, 5, 7], 2, 3, snapshots=True)
+    Timed(steps_s=[1.0, 1.0, 1.0, 1.0], snapshots=2)
+    """
+    marks = [step for step in sealed if step >= warmup] if snapshots else [warmup, warmup + steps]
+    last = next((step for step in marks if step - marks[0] >= steps), None)
+    if last is None or last + 1 not in began_s:
+        return None
+    times = [began_s[step] for step in range(marks[0] + 1, last + 2)]
+    taken = sum(marks[0] < step <= last for step in marks) if snapshots else 0
+    return Timed([after - before for before, after in pairwise(times)], taken)

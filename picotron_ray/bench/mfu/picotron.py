@@ -23,8 +23,7 @@ from picotron_ray.bench.mfu.checkout import import_checkout
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train.engine import silent
-from picotron_ray.train.passes import OnPhase
+from picotron_ray.train.passes import OnPhase, silent
 
 NOT_CALLED = {
     "wandb": "wandb",

@@ -7,12 +7,12 @@ from typing import Any
 
 from picotron_ray.bench.common.report import machine_line
 
-NAME = 54
+NAME, LOOP = 54, 20
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """Rates, MFU with its formula, the breakdown, and a table each of switches and peers."""
-    return [*_base(found), *_utilisation(found), *_breakdown(found), *_compared(found)]
+    return [*_base(found), *_utilisation(found), *_breakdown(found), *_loop(found), *_compared(found)]
 
 
 def _base(found: Mapping[str, Any]) -> Iterator[str]:
@@ -22,6 +22,8 @@ def _base(found: Mapping[str, Any]) -> Iterator[str]:
         f" {job['global_batch']} x {job['sequence_length']:,} tokens, {job['layout']},"
         f" {job['attention']} attention, {job['norms']} norms"
     )
+    if job["applied"]:
+        yield f"computes with {'; '.join(job['applied'])}"
     yield f"{job['workers']} {_plural('worker', job['workers'])} of {job['device']} {machine_line(found)}"
     rate, step, rounds = found["tokens_per_s"], found["step_s"], found["options"]["rounds"]
     yield (
@@ -60,6 +62,24 @@ def _breakdown(found: Mapping[str, Any]) -> Iterator[str]:
     for name, phase in split["phases"].items():
         note = NOTES.get(name, "")
         yield f"  {name:12}{1e3 * phase['s']:10.3f} ms {100 * phase['share']:5.1f} %  {note}".rstrip()
+
+
+def _loop(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["loop"]:
+        return
+    tokens = found["job"]["global_batch"] * found["job"]["sequence_length"]
+    yield "mean step of the base, and by the loop of workers; over the base's within a round:"
+    yield f"  {'bare':{LOOP}}{1e3 * tokens / found['tokens_per_s']['median']:10.4g} ms"
+    for name, way in found["loop"].items():
+        over, more = way["over_base"], ""
+        if way["snapshots"]:
+            more = f"  one each {way['interval_steps']:.3g} steps, {way['snapshot_s']:.3g} s beside them"
+            if again := way["over_exchange"]:
+                more += f"; x {again['median']:.3f} of those without"
+        yield (
+            f"  {name:{LOOP}}{1e3 * tokens / way['tokens_per_s']['median']:10.4g} ms  x {over['median']:.3f}"
+            f"  ({over['low']:.3f} to {over['high']:.3f}){more}"
+        )
 
 
 NOTES = {

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
+from picotron_ray.bench.common.copy_figures import copy_figures
 from picotron_ray.bench.common.event_log import Event
 from picotron_ray.bench.mfu.figures import breakdown, formula, measured, mfu, speed_up
-from picotron_ray.bench.mfu.settings import Setting
+from picotron_ray.bench.mfu.settings import EXCHANGE, Setting
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.kernels import norm_kernel
 from picotron_ray.errors import PicotronError
@@ -18,8 +19,12 @@ from picotron_ray.planner.peaks import rated_precision
 
 
 def refusals(settings: Sequence[Setting], events: Sequence[Event]) -> dict[str, str]:
-    """Collect the reasons of refused settings, by name; raises PicotronError where the base is one."""
-    found = {settings[event["index"]].name: event["refused"] for event in events if "refused" in event}
+    """Collect the reasons of refused settings, by name; raises PicotronError where the base is one.
+
+    A rank that has only lost a peer does not know the reason.
+    """
+    told = sorted((event for event in events if "refused" in event), key=lambda event: not event["by_peer"])
+    found = {settings[event["index"]].name: event["refused"] for event in told}
     if settings[0].name in found:
         raise PicotronError(f"bench mfu: {found[settings[0].name]}")
     return found
@@ -69,6 +74,7 @@ def result(
             "precision": job.precision,
             "attention": job.kernels.attention,
             "norms": norm_kernel(job, job.cluster.device),
+            "applied": next((event["applied"] for event in events if "applied" in event), []),
             "layout": str(base.layout),
             "workers": base.layout.world_size,
             "device": next(event["device"] for event in events if event["what"] == "place"),
@@ -84,7 +90,8 @@ def result(
             for s in ran
             if s.kind == "engine"
         },
-        "peers": {s.name: _beside(s, runs, base) for s in ran if s.kind != "engine"},
+        "loop": of_the_loop([s for s in ran if s.kind == "loop"], runs, base),
+        "peers": {s.name: _beside(s, runs, base) for s in ran if s.kind not in ("engine", "loop")},
         "refused": refused,
         "rounds": runs,
     }
@@ -109,6 +116,31 @@ def _beside(setting: Setting, runs: Mapping[str, list[dict[str, Any]]], base: Se
         if setting.kind == "engine" and figures[name] and of_base[name]
     }
     return {**figures, "ratio": ratio, "over_base": over}
+
+
+def of_the_loop(
+    ways: Sequence[Setting], runs: Mapping[str, list[dict[str, Any]]], base: Setting
+) -> dict[str, Any]:
+    """Figures of the loop of workers; its mean step over the base's, and over the loop's without snapshots.
+
+    Of snapshots ``interval_steps``, the mean between two; ``wait_s``, ``snapshot_s`` and ``skipped`` of the
+    rank with most; ``copies`` by the device's events (None: no device).
+    """
+    found = {}
+    for way in ways:
+        mine, figures = runs[way.name], measured(runs[way.name], _tokens(way.job))
+        costs = [segment["loop"] for segment in mine]
+        taken = sum(cost["snapshots"] for cost in costs)
+        found[way.name] = {
+            **{name: figures[name] for name in ("tokens_per_s", "step_s", "steps", "peak_bytes")},
+            "over_base": speed_up(runs[base.name], mine),
+            "over_exchange": speed_up(runs[EXCHANGE], mine) if EXCHANGE in runs else None,
+            "snapshots": taken,
+            "interval_steps": figures["steps"] / taken if taken else None,
+            **{name: max(cost[name] for cost in costs) for name in ("wait_s", "snapshot_s", "skipped")},
+            "copies": copy_figures([times for cost in costs for times in cost["copies"]]),
+        }
+    return found
 
 
 def memory_of(events: Sequence[Event]) -> dict[int, dict[str, Any] | None]:
@@ -152,4 +184,10 @@ def runs_of(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
                 "loss_sum": sum(losses) if losses else None,
             }
         )
+        if costs := [event["loop"] for event in noted if "loop" in event]:
+            largest = ("snapshots", "wait_s", "snapshot_s", "skipped")
+            runs[index][-1]["loop"] = {
+                **{name: max(cost[name] for cost in costs) for name in largest},
+                "copies": [times for cost in costs for times in cost["copies"]],
+            }
     return dict(runs)

@@ -1,7 +1,8 @@
 """``bench mfu``: the engine's speed, the shares of a step's time, and the gain of each optimisation and peer.
 
-The engine runs as in a generation of the service, without Ray (worker.py). Rounds take the base, every
-switch and every peer once each, every second round in reverse, and compare within the round, so that a
+The engine runs as in a generation of the service, without Ray (worker.py): with nothing but its steps, and by
+the loop of workers with exchange and snapshots (real_loop.py). Rounds take the base, the loop, every switch
+and every peer once each, every second round in reverse, and compare within the round, so that a
 drift of the machine cancels. Rates come from undisturbed steps; the breakdown is a pass of its own, which
 waits for the device at every phase.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -30,6 +32,8 @@ from picotron_ray.bench.mfu.settings import (
     Setting,
     alone,
     base_setting,
+    by_the_loop,
+    slots_base,
     switched,
 )
 from picotron_ray.config.schema.job import JobConfig
@@ -91,12 +95,13 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
     if asked.precision == "auto":
         overrides = [*overrides, f"precision={_settled(asked, device).precision}"]
     base = base_setting(config, overrides, options.workers, device)
-    found = [*switched(base, switches), *(peer(base, name) for name in peers)]
+    found = [*by_the_loop(base), *switched(base, switches), *(peer(base, name) for name in peers)]
     settings = [base, *(item for item in found if isinstance(item, Setting))]
     refused = {item.name: item.reason for item in found if isinstance(item, Refusal)}
     resolve(ResolvedJob(base.job), (DATA,))  # once for all settings, and refused here
-    with sigterm_exits(), tempfile.TemporaryDirectory(prefix="picotron-bench-") as name:
-        events = measure(settings, options, Path(name), say, accounted=True)
+    folder = tempfile.TemporaryDirectory(prefix="picotron-bench-")
+    with sigterm_exits(), folder as name, slots_folder(settings) as slots:
+        events = measure(settings, options, Path(name), say, accounted=True, slots=slots)
     if options.memory_timeline is not None:
         write_timeline(options.memory_timeline, base, memory_of(events)[0])
     return {
@@ -108,6 +113,16 @@ def bench(config: str, overrides: Sequence[str], options: MfuOptions, say: Say) 
         },
         **result(settings, refused, events, options.peak_tflops),
     }
+
+
+@contextmanager
+def slots_folder(settings: Sequence[Setting]) -> Iterator[Path | None]:
+    """Make the folder of the slots, where a setting takes snapshots; it goes at the end."""
+    if all(setting.kind != "loop" for setting in settings):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="picotron-bench-", dir=slots_base(settings[0])) as name:
+        yield Path(name)
 
 
 def _device(job: JobConfig, workers: int) -> str:
@@ -147,12 +162,19 @@ def accounts(settings: Sequence[Setting]) -> list[dict[str, Any]]:
 
 
 def measure(
-    settings: Sequence[Setting], options: MfuOptions, folder: Path, say: Say, *, accounted: bool = False
+    settings: Sequence[Setting],
+    options: MfuOptions,
+    folder: Path,
+    say: Say,
+    *,
+    accounted: bool = False,
+    slots: Path | None = None,
 ) -> list[Event]:
     """Run every segment; returns what the processes noted.
 
     Args:
         accounted: whether a step of each setting is taken whose memory is accounted.
+        slots: folder of snapshots, for settings of the kind ``loop``.
     """
     order = [*segments(len(settings), options.rounds), *(accounts(settings) if accounted else [])]
     plan = {
@@ -163,6 +185,7 @@ def measure(
         "warmup": options.warmup,
         "checkouts": {name: str(path.resolve()) for name, path in options.checkouts.items()},
         "peak_tflops": options.peak_tflops,
+        **({} if slots is None else {"slots": str(slots)}),
     }
     file, events = folder / "plan.json", Events(folder / "events")
     file.write_text(json.dumps(plan))

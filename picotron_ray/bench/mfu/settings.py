@@ -7,20 +7,25 @@ the planner refuses is kept as a `Refusal` with their reason; one that changes n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from picotron_ray.checkpoint.snapshot.slot_pool import choose_folder
 from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.service import InitFromConfig
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.config.support.kernels import attention_backends, norm_kernel
-from picotron_ray.errors import ConfigError
+from picotron_ray.errors import ConfigError, SlotError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.datasheet import profile_of
 from picotron_ray.planner.search import choose_layout
+from picotron_ray.planner.snapshot_room import slot_estimate
 from picotron_ray.runtime.driver.resolve_job import OWN_MODEL, resolve_words
 
-Kind = Literal["engine", "plain", "picotron", "torchtitan"]
+Kind = Literal["engine", "loop", "plain", "picotron", "torchtitan"]
 
 SWITCHES = (
     "precision=fp32",
@@ -33,12 +38,15 @@ SWITCHES = (
     "kernels.attention=efficient",
     "kernels.attention=cudnn",
     "kernels.compile=true",
+    "kernels.compile=false",
     "kernels.cuda_graphs=true",
     "kernels.experts=grouped",
     "kernels.projections=fused",
+    "kernels.projections=separate",
     "kernels.tp_overlap=ring",
     "kernels.tp_overlap=symmetric-memory",
     "kernels.loss=linear",
+    "kernels.loss=logits",
     "kernels.norm=eager",
     "kernels.norm=closed-form",
     "kernels.norm=compiled",
@@ -78,6 +86,8 @@ SWITCHES = (
 """Dotted overrides, several with spaces between; each is tried alone on top of the base."""
 
 NEVER = 1_000_000  # steps: the end of a learning-rate schedule is not reached
+EXCHANGE, SNAPSHOTS = "loop, no snapshots", "loop, snapshots"
+"""Base by the training loop of workers: with a step's exchange alone, and with snapshots besides."""
 PINNED = ("dp", "tp", "pp", "cp", "ep", "zero", "replicate", "virtual_stages", "micro_batch", "recompute")
 
 
@@ -127,9 +137,40 @@ def base_setting(config: str, overrides: Sequence[str], workers: int, device: st
     job = resolve_words(config, fixed, (OWN_MODEL,)).job
     layout = _layout(job, workers, device)
     pins = [f"layout.{key}={getattr(layout, key)}" for key in PINNED]
-    if job.model.builder is None and job.kernels.attention == "auto":
-        pins.append(f"kernels.attention={attention_backends(job, device)[0]}")
+    if job.model.builder is None and job.kernels.attention == "auto" and device == "cpu":
+        pins.append(f"kernels.attention={attention_backends(job, device)[0]}")  # a GPU's own says which
+    kernels = settled(job, device, layout).kernels
+    pins += [
+        f"kernels.{key}={json.dumps(getattr(kernels, key))}"
+        for key in ("compile", "projections", "tp_overlap", "loss")
+    ]
     return Setting("base", "engine", changed(job, pins), layout)
+
+
+def by_the_loop(base: Setting) -> list[Setting | Refusal]:
+    """Make the base as workers train it, without snapshots and with them at the interval that it has.
+
+    Refused by the reason where the slots have no room (`slots_base`).
+    """
+    try:
+        slots_base(base)
+    except SlotError as error:
+        return [Refusal(name, str(error)) for name in (EXCHANGE, SNAPSHOTS)]
+    job = base.job.model_copy(update={"init_from": InitFromConfig()})
+    never = [f"evaluate.interval_steps={NEVER}", f"checkpoint.interval_steps={NEVER}"]
+    ways = {EXCHANGE: [*never, f"snapshot.interval_steps={NEVER}"], SNAPSHOTS: never}
+    return [Setting(name, "loop", changed(job, words), base.layout) for name, words in ways.items()]
+
+
+def slots_base(base: Setting) -> str:
+    """Return the folder with room for all slots of the base: ``snapshot.folder``, or the overflow folder.
+
+    Raises:
+        SlotError: neither has room.
+    """
+    snapshot = base.job.snapshot
+    need = snapshot.slots * slot_estimate(base.job, base.layout) * base.layout.world_size
+    return choose_folder(snapshot.folder, snapshot.overflow_folder, need)[0]
 
 
 def changed(job: JobConfig, overrides: Sequence[str]) -> JobConfig:

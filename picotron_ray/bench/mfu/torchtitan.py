@@ -34,9 +34,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import PicotronError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train.engine import silent
 from picotron_ray.train.optim.lr_schedule import factor
-from picotron_ray.train.passes import OnPhase
+from picotron_ray.train.passes import OnPhase, silent
 
 NOT_CALLED = {
     "torchtitan.distributed.minimal_async_ep.kernels": "triton",

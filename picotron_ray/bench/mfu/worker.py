@@ -3,7 +3,8 @@
 A segment is one setting, from the engine's build to its end, as one generation of the service: process
 groups under a prefix of their own over a standing store (torchrun's), and everything dropped afterwards.
 So all settings share processes, and rounds over them are quick. All ranks do the same segments in the same
-order; what a layout refuses, it refuses on all of them.
+order; what a layout refuses, it refuses on all of them. The loop of the service's workers is a setting too
+(real_loop.py).
 
 ``torchrun --standalone --nproc-per-node N -m picotron_ray.bench.mfu.worker PLAN.json FOLDER`` leaves its
 figures in FOLDER (``bench.common.event_log``).
@@ -37,6 +38,7 @@ from picotron_ray.bench.mfu.meters import (
     stages_timed,
 )
 from picotron_ray.bench.mfu.peers import CHECKOUTS
+from picotron_ray.bench.mfu.real_loop import RealLoop
 from picotron_ray.bench.mfu.settings import Setting
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.comm.process_groups import ProcessGroups
@@ -44,11 +46,13 @@ from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.samples import Dataset
-from picotron_ray.errors import PicotronError
+from picotron_ray.errors import PeerLostError, PicotronError
 from picotron_ray.planner.peaks import known_peak, rated_precision
 from picotron_ray.runtime.ray_cluster.names import cache_folder
+from picotron_ray.runtime.worker.nccl_settings import prepare_nccl
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.memory_account import untraceable
+from picotron_ray.train.training_state import MadeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,12 @@ class Segments:
         self._steps, self._warmup = plan["steps"], plan["warmup"]
         self._checkouts, self._place = plan["checkouts"], place
         job = self._settings[0].job
-        self._data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
+        self._made: MadeWeights = {}
+        """Weights of step 0: making those of a large model takes longer than a segment's steps."""
+        splits = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+        self._data, self._generations = splits.train, 0
+        if "slots" in plan:
+            self._loop = RealLoop(Path(plan["slots"]), place.rank, place.device, splits, self._made)
 
     def place(self) -> dict[str, Any]:
         """The device, and the peak that its data sheet promises in FLOP/s (None: not known)."""
@@ -113,11 +122,14 @@ class Segments:
 
         Returns ``steps_s``, ``peak_bytes``, ``sent_bytes`` (a step; None: not counted) and ``loss_sum`` (this
         rank's, in nats, the mean of the last quarter of the steps; None: of another scale), or ``phases_s``:
-        seconds per step; or ``memory``: a step's by class (None: cannot be traced); or ``refused``: why.
+        seconds per step, and ``applied``: what computed; or ``memory``: a step's by class (None: cannot be
+        traced); or ``refused``: why. Of the loop of workers ``steps_s``, ``peak_bytes`` and ``loop``.
         """
         setting, place = self._settings[index], self._place
         reset_peak(place.device)
         try:
+            if setting.kind == "loop":
+                return self._by_the_loop(setting)
             with place.groups(prefix, setting.kind in CHECKOUTS) as groups:
                 training = self._training(setting, groups)
                 loader = _loader(setting, place.rank, self._data)
@@ -125,7 +137,8 @@ class Segments:
                     if traced:
                         return {"memory": self._memory(setting, training, loader)}
                     if phases:
-                        return {"phases_s": self._phases(setting, training, loader)}
+                        applied = training.applied if isinstance(training, EngineTraining) else []
+                        return {"phases_s": self._phases(setting, training, loader), "applied": applied}
                     found = self._timed(training, loader)
                     if setting.kind != "engine":
                         found |= {"sent_bytes": None, "loss_sum": None}
@@ -134,19 +147,27 @@ class Segments:
                     loader.close()
                     training.close()
         except (PicotronError, torch.OutOfMemoryError) as error:
-            return {"refused": str(error).splitlines()[0]}
+            return {"refused": str(error).splitlines()[0], "by_peer": isinstance(error, PeerLostError)}
+
+    def _by_the_loop(self, setting: Setting) -> dict[str, Any]:
+        self._generations += 1
+        found = self._loop.run(setting, self._generations, self._steps, self._warmup)
+        return {**found, "sent_bytes": None, "loss_sum": None, "peak_bytes": peak_bytes(self._place.device)}
 
     def _training(self, setting: Setting, groups: ProcessGroups | None) -> Training:
         place, layout = self._place, setting.layout
         if setting.kind == "engine":
-            return EngineTraining(build_engine(setting.job, layout, place.rank, groups, place.device))
+            engine = build_engine(setting.job, layout, place.rank, groups, place.device)
+            return EngineTraining(engine, self._made)
         if setting.kind in CHECKOUTS:
             checkout = Path(self._checkouts[setting.kind])
             if setting.kind == "picotron":
                 return picotron.PicotronTraining(checkout, setting.job, layout, place.device)
             return torchtitan.TorchtitanTraining(checkout, setting.job, layout, place.device)
         cache, rows = cache_folder(), layout.micro_batch
-        return PlainTraining(Replica(setting.job, place.rank, layout.dp, cache, place.device, rows))
+        return PlainTraining(
+            Replica(setting.job, place.rank, layout.dp, cache, place.device, rows, self._made)
+        )
 
     def _timed(self, training: Training, loader: BatchLoader) -> dict[str, Any]:
         """Seconds of each step, bytes sent in one, the loss; only the step waits for the device."""
@@ -207,6 +228,8 @@ def main(plan_file: str, folder: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     log = EventLog(Path(folder), int(os.environ["RANK"]))
     try:
+        if plan["device"] == "cuda":
+            prepare_nccl(os.environ)  # as the service's workers do
         place = WorkerPlace.of(plan["device"])
         segments = Segments(plan, place)
         gc.collect()

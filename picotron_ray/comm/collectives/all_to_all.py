@@ -39,14 +39,21 @@ def two_levels_(
     outgoing: Sequence[int],
     inside: Peers,
     across: Peers,
+    *,
+    even: bool = False,
 ) -> None:
-    """Fill ``received`` as `pairwise_` does, by way of the neighbours at the place of each target."""
+    """Fill ``received`` as `pairwise_` does, by way of the neighbours at the place of each target.
+
+    Args:
+        even: whether all numbers of rows are the same, on all ranks. Else neighbours tell each other theirs,
+            and the host waits for it.
+    """
     neighbours, count = inside.count, across.count
     outs = sent.split(list(outgoing))
     given = [[outs[n * neighbours + place] for n in range(count)] for place in range(neighbours)]
-    heights = _told(given, inside)
+    heights = [[outgoing[0]] * count] * neighbours if even else _told(given, inside).tolist()
     carried = [
-        [sent.new_empty(int(height), *sent.shape[1:]) for height in row] for row in heights.tolist()
+        [sent.new_empty(int(height), *sent.shape[1:]) for height in row] for row in heights
     ]  # by neighbour that hands them over, for each neighbourhood
     others = [peer for peer in range(neighbours) if peer != inside.index]
     inside.swap(

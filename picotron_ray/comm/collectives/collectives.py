@@ -137,15 +137,26 @@ class Collectives:
             x.copy_(padded[: x.numel()].view_as(x))
 
     def all_to_all(
-        self, rows: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: dist.ProcessGroup
+        self,
+        rows: Tensor,
+        incoming: Sequence[int],
+        outgoing: Sequence[int],
+        group: dist.ProcessGroup,
+        *,
+        out: Tensor | None = None,
+        even: bool = False,
     ) -> RowExchange:
         """Start an exchange of ``rows``: ``outgoing[i]`` of them go to rank i, ``incoming[i]`` come from it.
 
         The backend's travels in the background; own algorithms run when it is waited for.
+
+        Args:
+            out: contiguous, what is received into; None: a new buffer.
+            even: whether all numbers are the same, on all ranks of the group.
         """
-        buffer = rows.new_empty((sum(incoming), *rows.shape[1:]))
+        buffer = rows.new_empty((sum(incoming), *rows.shape[1:])) if out is None else out
         if self.plan.own:
-            run = partial(self._exchange, buffer, rows, incoming, outgoing, group)
+            run = partial(self._exchange, buffer, rows, incoming, outgoing, group, even)
             return RowExchange(self, buffer, rows, run)
         mine = outgoing[group.rank()] * (size_bytes(rows[:1]) if len(rows) else 0)
         SENT.add(self.purpose, size_bytes(rows) - mine)
@@ -163,10 +174,13 @@ class Collectives:
         incoming: Sequence[int],
         outgoing: Sequence[int],
         group: dist.ProcessGroup,
+        even: bool,
     ) -> None:
         peers = self._peers_of(group)
-        run = pairwise_ if len(peers) == 1 else two_levels_
-        run(buffer, rows, incoming, outgoing, *peers)
+        if len(peers) == 1:
+            pairwise_(buffer, rows, incoming, outgoing, *peers)
+        else:
+            two_levels_(buffer, rows, incoming, outgoing, *peers, even=even)
 
     def _run(
         self,

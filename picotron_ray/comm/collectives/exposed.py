@@ -1,8 +1,9 @@
 """Time that a step waits for communication, on the time line of its device.
 
 On a CPU a wait is the processor's. On CUDA a call returns at once and the stream waits: the time between two
-events on it, one on each side of the call. They are read once the step has come to its end, where losses and
-norms have been waited for anyway, so that nothing waits for them. The next step takes them again.
+events on it, one on each side of the call. They are read after the exchange that ends a step, which has
+waited for the device anyway (`way_selection.Traveller.late`); before it where ways are chosen by them. The
+next step takes them again.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class Quantized:
         """Codes of all values, then the scales."""
         count, size = rows.shape
         blocks = torch.nn.functional.pad(rows, (0, -size % BLOCK)).view(count, -1, BLOCK)
-        scales = blocks.abs().amax(dim=-1) / self._most
+        # multiplied, as CUDA divides by a number: the bytes are the same on every device
+        scales = blocks.abs().amax(dim=-1) * (1.0 / self._most)
         divisor = torch.where(scales > 0, scales, 1.0)
         codes = (blocks / divisor.unsqueeze(-1)).round_().nan_to_num_(0.0).clamp_(-self._most, self._most)
         packed = codes.to(torch.int8).view(count, -1).view(torch.uint8)
@@ -119,7 +120,8 @@ class TopK:
 
 
 def _weights(device: torch.device) -> Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    """1, 2, 4 ... 128, made on the device: nothing is copied there."""
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _packed(mask: Tensor) -> Tensor:

@@ -44,6 +44,12 @@ class CommConfig(Section):
         " topk (the largest values), int8 (codes of bits with a scale per 256), powersgd (projections on few"
         " directions), bf16",
     )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="type in which ZeRO sends gradients to be summed over its shards, with precision bf16,"
+        " fp16 or fp8: fp32, in which they are added up, or bf16, half the bytes and rounded once; copies"
+        " (layout.replicate) sum their shards in fp32. Replicas without ZeRO have gradients=bf16",
+    )
     topology: Literal["auto", "ring", "tree", "mesh"] = Field(
         default="auto",
         description="algorithm of exact sums: auto, the backend's; ring, tree or mesh (each to each in one"

@@ -13,6 +13,7 @@ from picotron_ray.layout.recompute_policy import EXACT_PATTERN, PATTERN
 from picotron_ray.layout.schedules import SCHEDULES, canonical_name, schedule_names
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
+OverlapMethod = Literal["none", "ring", "symmetric-memory"]
 Degree = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -69,6 +70,12 @@ class LayoutConfig(Section):
     )
     ep: Degree = Field(
         default="auto", description="ranks that share the experts of a block; folded over dp x cp"
+    )
+    expert_placement: Literal["even", "by_load"] = Field(
+        default="even",
+        description="which experts a rank holds, where ep > 1: even: by their numbers; by_load: a generation"
+        " packs those of each layer so that ranks have even loads, as measured in the last 100 steps of the"
+        " one before (the first is even)",
     )
     context: Literal["ring", "all-gather", "ulysses"] = Field(
         default="ring",
@@ -147,11 +154,42 @@ class AdaptivePrecisionConfig(Section):
         lt=1,
         description="relative error of the held-out loss that low precision may add: at the start of every"
         " generation the most sensitive blocks' attentions, hidden layers and the head are kept in fp32 until"
-        " it holds, by forward passes that count towards elastic.first_step_timeout_s; null: everything"
+        " it holds, by passes that count towards elastic.first_step_timeout_s; null: everything"
         " computes in precision",
     )
     batches: int = Field(
         default=2, ge=1, description="held-out batches that each part is measured on; the worst one counts"
+    )
+    calm_steps: int = Field(
+        default=100,
+        ge=1,
+        description="steps without a finding after which a part that became unstable in low precision (its"
+        " gradient overflows, vanishes or swings) and rose to fp32 falls back",
+    )
+
+
+Fp8Scaling = Literal["tensorwise", "rowwise", "mxfp8"]
+
+
+class Fp8Config(Section):
+    """Scales of ``precision: fp8``, and the type in which ZeRO gathers the weights that have them.
+
+    Example::
+
+        precision: fp8
+        fp8:
+          scaling: rowwise
+    """
+
+    scaling: Fp8Scaling = Field(
+        default="tensorwise",
+        description="what has a scale of its own: tensorwise a tensor; rowwise each row or column along which"
+        " a product adds up, nearer to bf16; mxfp8 every 32 values (compute capability 10.0 or later)",
+    )
+    gather: Literal["auto", "bf16", "fp8"] = Field(
+        default="auto",
+        description="in what ZeRO gathers these layers' weights: fp8, half the bytes, for tensorwise scales"
+        " alone and where the shards divide every weight's rows; bf16; auto: fp8 where it can be",
     )
 
 
@@ -168,10 +206,11 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", "flash", "efficient", "cudnn", "flash-attn", "math"] = Field(
         default="auto",
-        description="auto: the first that the device offers of flash, efficient, math; flash, efficient and"
-        " cudnn are torch's, flash-attn needs the extra flash, math is the formulas. On CUDA flash and"
-        " flash-attn (bf16, fp16) take data.document_masks and windows without a mask in memory, efficient"
-        " (fp32 too) and math with one, cudnn takes neither, under layout.cp as without",
+        description="auto: the first that the device offers of cudnn (from compute capability 9.0 on), flash,"
+        " efficient, math; flash, efficient and cudnn are torch's, flash-attn needs the extra flash, math is"
+        " the formulas. On CUDA flash and flash-attn (bf16, fp16) take data.document_masks and windows"
+        " without a mask in memory, efficient (fp32 too) and math with one, cudnn takes neither, under"
+        " layout.cp as without",
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         default="auto",
@@ -179,24 +218,43 @@ class KernelsConfig(Section):
         " fp64, and rows of hidden_size and of intermediate_size / tp must be multiples of 16 bytes); auto:"
         " grouped on CUDA where it can be",
     )
-    projections: Literal["separate", "fused"] = Field(
-        default="separate",
-        description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
-        " names, state and checkpoints are the same",
+    expert_exchange: Literal["auto", "exact", "padded"] = Field(
+        default="auto",
+        description="rows that go to experts on other ranks, where ep > 1: exact, as many as there are, for"
+        " which the host waits once a layer; padded, as many as could ever go, for which nobody waits: by"
+        " capacity_factor (for each part of a row under layout.cp), or without one min(ep, experts / top_k)"
+        " times those of even routes, each chunk by itself; auto: padded on CUDA where that is at most 1.5"
+        " times as many",
     )
-    tp_overlap: Literal["none", "ring", "symmetric-memory"] = Field(
-        default="none",
+    expert_chunks: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="transfers of a micro-batch's rows, where ep > 1, each for some of a rank's experts,"
+        " which compute while the others travel; auto: 2 on CUDA for at least 4 experts a rank, else 1",
+    )
+    projections: Literal["auto", "separate", "fused"] = Field(
+        default="auto",
+        description="queries, keys and values, and gate and up: a matrix product each, or fused into one;"
+        " names, state and checkpoints are the same; auto: fused on CUDA without layout.zero and experts,"
+        " where weights lie together",
+    )
+    tp_overlap: OverlapMethod | Literal["auto"] = Field(
+        default="auto",
         description="where tp > 1, the gather before a block's first products and the sum after its last:"
         " none, one after the other; ring, part by part, products computing while parts travel round the"
-        " ranks; symmetric-memory, torch's fused operators (CUDA, ranks that reach each other's memory)",
+        " ranks; symmetric-memory, torch's fused operators (CUDA, ranks that reach each other's memory);"
+        " auto: ring on CUDA, where neither precision, schedule, compiled blocks nor comm.activations bar it",
     )
-    loss: Literal["logits", "linear"] = Field(
-        default="logits",
+    loss: Literal["auto", "logits", "linear"] = Field(
+        default="auto",
         description="cross-entropy of the logits, or linear: with the head's product, some tokens at a time,"
-        " so that all logits never exist at once; backward computes them again",
+        " so that all logits never exist at once; backward computes them again; auto: linear on CUDA for"
+        " vocabularies of 65,536 tokens or more",
     )
     loss_chunk: int = Field(
-        default=1024, ge=1, description="tokens whose logits exist at a time under loss=linear"
+        default=1024,
+        ge=1,
+        description="tokens whose logits exist at a time under loss=linear, to which auto comes where this is"
+        " said",
     )
     norm: Literal["auto", "eager", "closed-form", "compiled"] = Field(
         default="auto",
@@ -225,8 +283,9 @@ class KernelsConfig(Section):
         description="on CUDA: record a micro-batch's forward and backward pass once and replay it, for models"
         " whose kernels are shorter than their launches; dense models under plain data parallelism (dp)",
     )
-    compile: bool = Field(
-        default=False,
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
         description="torch.compile of every block; the first step of a generation compiles, for which"
-        " elastic.compile_timeout_s leaves time",
+        " elastic.compile_timeout_s leaves time; auto: on CUDA in bf16 and fp16, in layouts where a block is"
+        " one graph (tp and cp of 1, no experts) and nothing looks into it (selective or int8 recomputation)",
     )

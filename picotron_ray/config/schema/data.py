@@ -31,6 +31,16 @@ class DataConfig(Section):
     )
     path: str | None = Field(default=None, description="file, folder or glob; not used by stdlib")
     text_key: str = Field(default="text", description="jsonl: the key that holds the text")
+    prompt_key: str | None = Field(
+        default=None,
+        description="jsonl, for loss_mask: the key of a string that comes before the text and does not count"
+        " in the loss",
+    )
+    spans_key: str | None = Field(
+        default=None,
+        description="jsonl, for loss_mask: the key of a list of [start, end], the characters of the text that"
+        " count in the loss; end is excluded",
+    )
     memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
         default="uint16", description="memmap: type of a token id"
     )
@@ -53,8 +63,9 @@ class DataConfig(Section):
     )
     loss_mask: bool = Field(
         default=False,
-        description="memmap: beside each token file lies a file .mask, a byte per token: 1 where it counts as"
-        " a target, 0 where it does not (prompts); the loss is the mean over those that count",
+        description="only some tokens count, such as answers, and the loss is the mean over those. memmap:"
+        " beside each token file lies a file .mask, a byte per token: 1 where it counts as a target, else 0."
+        " jsonl: prompt_key or spans_key says",
     )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
 

@@ -12,7 +12,13 @@ from picotron_ray.config.schema.alerts import AlertsConfig
 from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.chaos import ChaosFault
 from picotron_ray.config.schema.comm import CommConfig
-from picotron_ray.config.schema.compute import AdaptivePrecisionConfig, KernelsConfig, LayoutConfig, Precision
+from picotron_ray.config.schema.compute import (
+    AdaptivePrecisionConfig,
+    Fp8Config,
+    KernelsConfig,
+    LayoutConfig,
+    Precision,
+)
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.debug import DebugConfig
 from picotron_ray.config.schema.memory import MemoryConfig
@@ -64,6 +70,7 @@ class JobConfig(Section):
     adaptive_precision: AdaptivePrecisionConfig = Field(
         default_factory=AdaptivePrecisionConfig, description="precision part by part"
     )
+    fp8: Fp8Config = Field(default_factory=Fp8Config, description="scales of fp8")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
     data: DataConfig = Field(default_factory=DataConfig, description="the data")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")

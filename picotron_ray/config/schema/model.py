@@ -233,7 +233,7 @@ class ModelConfig(Section):
     full_attention_every: int | None = Field(
         default=None,
         ge=2,
-        description="gemma2, gemma3: every so many blocks one sees all tokens before it, whatever"
+        description="gemma2, gemma3, gpt_oss: every so many blocks one sees all tokens before it, whatever"
         " sliding_window says; null: none does",
     )
     query_pre_attn_scalar: int | None = Field(

@@ -12,6 +12,9 @@ from picotron_ray.models.families.registry import family_of
 WIDEST_HEAD = 256
 """Width of the widest heads of FlashAttention-2 and of cuDNN."""
 
+CUDNN_HEAD = 128
+"""Width of the widest heads for which cuDNN's kernel is taken unasked: it was timed on heads of 64."""
+
 Backend = Literal["flash", "efficient", "cudnn", "flash-attn", "math"]
 Norm = Literal["eager", "closed-form", "compiled"]
 
@@ -22,21 +25,50 @@ def windowed(job: JobConfig) -> bool:
     return window is not None and window < job.data.sequence_length
 
 
-def attention_backends(job: JobConfig, device: str) -> list[Backend]:
+def has_sinks(job: JobConfig) -> bool:
+    """Whether heads have sinks, which enter by a kernel's log-sum-exp."""
+    return job.model.builder is None and family_of(job.model).sinks
+
+
+def attention_backends(job: JobConfig, device: str, parts: int = 1, *, hopper: bool = False) -> list[Backend]:
     """List the ``kernels.attention`` of a device (``cpu`` or ``cuda``), the one of ``auto`` first.
 
     All of them give their log-sum-exp too, for parts of rows (context parallelism). Masks and windows need
-    those that take them, adaptive precision needs those that fp32 has too, and ``kernels.deterministic``
-    those whose backward pass has a deterministic way. Scores are capped by the formulas and by the package
-    flash-attn, which auto does not take: it may not be there.
+    those that take them, adaptive precision those that fp32 has too, or flash where `by_type` says so, and
+    ``kernels.deterministic`` those whose backward pass has a deterministic way. Sinks are for all but cuDNN,
+    whose log-sum-exp nobody compared over whole rows. Scores are capped by the
+    formulas and by the package flash-attn, which auto does not take: it may not be there.
+
+    Args:
+        parts: of a row that attention has keys of.
+        hopper: whether a CUDA device has compute capability 9.0 or later, where cuDNN comes before flash.
     """
+    adaptive = job.adaptive_precision.error_bound is not None
     if job.model.attention_softcap is not None:
-        packaged = device == "cuda" and "flash-attn" in _on_cuda(job)
+        packaged = device == "cuda" and "flash-attn" in _on_cuda(job) and not adaptive
         return ["math", "flash-attn"] if packaged else ["math"]
     if device == "cpu":
         return ["flash", "math"]
-    masked = job.data.document_masks or windowed(job) or job.kernels.deterministic
-    return [backend for backend in _on_cuda(job) if not (masked and backend == "cudnn")]
+    without: set[Backend] = set()
+    if job.data.document_masks or windowed(job) or job.kernels.deterministic or has_sinks(job):
+        without.add("cudnn")
+    if adaptive:
+        without |= {"cudnn", "flash-attn"} if by_type(job, parts) else {"flash", "cudnn", "flash-attn"}
+    offered = [backend for backend in _on_cuda(job) if backend not in without]
+    hopper = hopper and parts == 1 and job.model.head_size <= CUDNN_HEAD
+    first = [backend for backend in offered if hopper and backend == "cudnn"]
+    return first + [backend for backend in offered if backend not in first]
+
+
+def by_type(job: JobConfig, parts: int) -> bool:
+    """Whether parts in low precision may have flash, and those in fp32 efficient: both without masks."""
+    masks = job.data.document_masks or windowed(job)
+    return job.adaptive_precision.error_bound is not None and parts == 1 and not masks
+
+
+def full_backend(job: JobConfig, device: str, parts: int, backend: Backend) -> Backend | None:
+    """Return the backend of parts in fp32 beside ``backend``, under adaptive precision; None: the same."""
+    return "efficient" if device == "cuda" and backend == "flash" and by_type(job, parts) else None
 
 
 def _on_cuda(job: JobConfig) -> list[Backend]:
@@ -46,15 +78,17 @@ def _on_cuda(job: JobConfig) -> list[Backend]:
     low = job.precision in ("bf16", "fp16", "fp8")
     if job.model.head_size % (8 if low else 4):  # loads are of 16 bytes
         return ["math"]
-    if low and job.adaptive_precision.error_bound is None and job.model.head_size <= WIDEST_HEAD:
+    if low and job.model.head_size <= WIDEST_HEAD:
         return ["flash", "cudnn", "flash-attn", "efficient", "math"]
     return ["efficient", "math"]
 
 
-def attention_problem(job: JobConfig, device: str) -> str | None:
+def attention_problem(job: JobConfig, device: str, parts: int | None = None) -> str | None:
     """Explain why ``kernels.attention`` cannot be had there; None where it can."""
-    asked = job.kernels.attention
-    offered = attention_backends(job, device)
+    asked, cp = job.kernels.attention, job.layout.cp
+    if parts is None:  # before there is a layout
+        parts = cp if isinstance(cp, int) and job.layout.context != "ulysses" else 1
+    offered = attention_backends(job, device, parts)
     if asked == "auto" or asked in offered:
         return None
     cuda, heads = device == "cuda", job.model.head_size
@@ -63,6 +97,7 @@ def attention_problem(job: JobConfig, device: str) -> str | None:
         "document masks": job.data.document_masks,
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
+        "attention sinks": cuda and has_sinks(job),
         "kernels.deterministic": cuda and job.kernels.deterministic,
         f"heads of {heads}": cuda and (heads % 8 > 0 or heads > WIDEST_HEAD),
     }
@@ -74,9 +109,12 @@ def attention_masks(job: JobConfig, parts: int) -> bool:
     """Whether attention keeps masks as tensors; true where the device is not known yet.
 
     Args:
-        parts: of a row that attention has keys of; over parts, masks are made per tile and not kept.
+        parts: of a row that attention has keys of; over parts, and with sinks, masks are made as they are
+            used and not kept.
     """
     if parts > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
+        return False
+    if has_sinks(job):
         return False
     asked = job.kernels.attention
     if asked == "auto" and (job.cluster.device == "cuda" or job.model.attention_softcap is not None):
@@ -97,8 +135,21 @@ def norm_kernel(job: JobConfig, device: str) -> Norm:
     asked, model = job.kernels.norm, job.model
     if asked != "auto":
         return asked
-    able = model.builder is None and family_of(model).norms == "RMSNorm" and not job.kernels.compile
+    able = model.builder is None and family_of(model).norms == "RMSNorm" and job.kernels.compile is not True
     return "closed-form" if able and device == "cpu" else "eager"
+
+
+def hidden_widths(job: JobConfig) -> dict[str, int]:
+    """List widths of hidden layers, by key."""
+    moe = job.model.moe
+    if not moe.experts:
+        return {"model.intermediate_size": job.model.intermediate_size}
+    shared = moe.shared_intermediate_size
+    return {
+        **({"model.intermediate_size": job.model.intermediate_size} if moe.first_dense_layers else {}),
+        "model.moe.intermediate_size": moe.intermediate_size,
+        **({"model.moe.shared_intermediate_size": shared} if shared else {}),
+    }
 
 
 GROUPED_ROW_BYTES = 16
@@ -120,9 +171,23 @@ def groups_experts(job: JobConfig, device: str, tp: int) -> bool:
     return asked == "grouped" or (asked == "auto" and able)
 
 
+def compiled_by(job: JobConfig) -> str:
+    """Return the key by which blocks are compiled whatever the layout; empty: there is none.
+
+    The casts of fp8 layers are fused into few kernels by the compiler alone.
+    """
+    if job.kernels.compile is True:
+        return "kernels.compile"
+    return "precision" if job.precision == "fp8" and job.kernels.compile == "auto" else ""
+
+
+COMPILED_BY = {"kernels.compile": "kernels.compile=true", "precision": "precision=fp8"}
+"""By the key of `compiled_by`, the setting."""
+
+
 def compiles(job: JobConfig) -> bool:
-    """Whether workers of this job may compile something."""
-    return job.kernels.compile or "compiled" in (job.kernels.norm, job.kernels.activation)
+    """Whether workers of this job, settled for their device (`fast_path`), compile something."""
+    return job.kernels.compile is True or "compiled" in (job.kernels.norm, job.kernels.activation)
 
 
 def compiles_whole(job: JobConfig, device: str, layout: Layout) -> bool:

@@ -23,6 +23,9 @@ Capability = tuple[int, int]
 LEAST_CAPABILITY: dict[Precision, Capability] = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """Where a format needs hardware that not every CUDA device has (CUDA C++ Programming Guide, 5.1)."""
 
+LEAST_MX_CAPABILITY: Capability = (10, 0)
+"""Where a product of blocks of 32 values with a scale each is one instruction (Blackwell)."""
+
 COMPUTE_BYTES: dict[Precision, int] = {
     "fp64": 8,
     "fp32": 4,
@@ -85,12 +88,15 @@ def precision_problem(job: JobConfig, device: str, capabilities: Sequence[Capabi
     """
     if job.precision in ("tf32", "fp8") and device == "cpu":
         return f"saw {job.precision}, which CPUs do not have; use fp32 or bf16"
-    least = LEAST_CAPABILITY.get(job.precision)
+    least, saw, other = LEAST_CAPABILITY.get(job.precision), str(job.precision), "fp16"
+    if job.precision == "fp8":
+        mx = job.fp8.scaling == "mxfp8"
+        least, saw, other = (LEAST_MX_CAPABILITY, "mxfp8", "rowwise") if mx else (least, saw, "bf16")
     if least is None or device != "cuda" or not capabilities or max(capabilities) >= least:
         return None
     return (
-        f"saw {job.precision}, which needs compute capability {_shown(least)} or later, on devices of"
-        f" {_shown(max(capabilities))}; use {'bf16' if job.precision == 'fp8' else 'fp16'} or fp32"
+        f"saw {saw}, which needs compute capability {_shown(least)} or later, on devices of"
+        f" {_shown(max(capabilities))}; use {other} or {'bf16' if saw == 'mxfp8' else 'fp32'}"
     )
 
 

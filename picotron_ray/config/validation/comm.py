@@ -8,6 +8,7 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.comm import COMPRESSED, CommConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.comm import COLLECTIVES, nccl_problems
+from picotron_ray.config.support.kernels import compiled_by
 from picotron_ray.layout.layout import Layout
 
 _ONLY_OF = {
@@ -22,6 +23,7 @@ _WITHOUT = {
     "model.moe.experts": "which has no rows to send",
     "kernels.tp_overlap": "which sends part by part itself",
     "kernels.compile": "whose graphs hold the backend's collectives",
+    "precision": "whose compiled blocks hold the backend's collectives",
     "cluster.max_workers": "which leaves one rank",
 }
 """Keys under which an axis has no collectives, or others, and why."""
@@ -35,6 +37,12 @@ def _compression(job: JobConfig) -> Iterator[Problem]:
     if asked in COMPRESSED and job.comm.topology != "auto":
         text = f"saw {job.comm.topology} with comm.gradients={asked}, which has a way of its own; use auto"
         yield Problem("comm.topology", text, ("comm.gradients",))
+
+
+def _reduce_dtype(job: JobConfig) -> Iterator[Problem]:
+    if job.comm.reduce_dtype == "bf16" and job.precision not in ("bf16", "fp16", "fp8"):
+        text = f"saw bf16 with precision={job.precision}; use fp32, or precision=bf16"
+        yield Problem("comm.reduce_dtype", text, ("precision",))
 
 
 def _without_effect(job: JobConfig) -> Iterator[Problem]:
@@ -68,13 +76,13 @@ def _collectives(job: JobConfig) -> Iterator[Problem]:
         "parameters": {},
         "activations": {
             "layout.tp": layout.tp == 1,
-            "kernels.tp_overlap": kernels.tp_overlap != "none",
-            "kernels.compile": kernels.compile,
+            "kernels.tp_overlap": kernels.tp_overlap not in ("auto", "none"),
+            compiled_by(job) or "kernels.compile": bool(compiled_by(job)),
         },
         "experts": {
             "model.moe.experts": not job.model.moe.experts,
             "layout.ep": layout.ep == 1,
-            "kernels.compile": kernels.compile,
+            compiled_by(job) or "kernels.compile": bool(compiled_by(job)),
         },
     }
     for key, against in has_none.items():
@@ -88,7 +96,8 @@ def _at_odds(job: JobConfig, key: str, asked: str, against: Mapping[str, object]
     for other, holds in against.items():
         if holds:
             section, _, name = other.rpartition(".")
-            value = getattr(job.model.moe if section == "model.moe" else getattr(job, section), name)
+            owner = job.model.moe if section == "model.moe" else getattr(job, section) if section else job
+            value = getattr(owner, name)
             text = f"saw {asked} with {other}={_word(value)}, {_WITHOUT[other]}; use auto"
             yield Problem(f"comm.{key}", text, (other,))
 
@@ -147,6 +156,9 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
     """
     against, has = ("layout.zero",), f"layout.zero={layout.zero}"
     if not layout.zero:
+        if comm.reduce_dtype != "fp32" and layout.replicas > 1:
+            text = f"saw {comm.reduce_dtype} with {has}, whose replicas have comm.gradients=bf16, which keeps"
+            yield "comm.reduce_dtype", against, f"{text} what rounding leaves; use that, or zero=1"
         if comm.parameters != "auto" and layout.replicas > 1:
             text = (
                 f"saw {comm.parameters} with {has}, under which no weights are gathered; use auto or zero=1"
@@ -174,6 +186,7 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
 
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _compression,
+    _reduce_dtype,
     _without_effect,
     _topology,
     _nccl,

@@ -9,6 +9,7 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from picotron_ray.config.support.devices import offload_problems
+from picotron_ray.config.support.kernels import COMPILED_BY, compiled_by
 from picotron_ray.config.support.precision import precision_problem
 from picotron_ray.config.validation.layout import Degrees, layout_problems, nearest_layouts
 from picotron_ray.config.validation.schedules import (
@@ -52,6 +53,24 @@ def _optimizer(job: JobConfig) -> Iterator[Problem]:
         )
 
 
+def _expert_placement(job: JobConfig) -> Iterator[Problem]:
+    if job.layout.expert_placement == "even":
+        return
+    key, against = (
+        "layout.expert_placement",
+        {
+            "model.moe.experts": not job.model.moe.experts and "model.moe.experts=0, a dense model; drop it",
+            "layout.ep": job.layout.ep == 1
+            and "layout.ep=1, where every rank has all experts; use a larger ep, auto, or even",
+            "optimizer.moments": job.optimizer.moments == "8bit"
+            and "optimizer.moments=8bit, whose blocks span the experts of a rank; use full, or even",
+        },
+    )
+    for other, text in against.items():
+        if text:
+            yield Problem(key, f"saw by_load with {text}", (other,))
+
+
 def _offload(job: JobConfig) -> Iterator[Problem]:
     for key, text in offload_problems(job, job.cluster.device).items():  # auto: once machines are known
         yield Problem(key, text, ("cluster.device",))
@@ -63,9 +82,13 @@ def _offload(job: JobConfig) -> Iterator[Problem]:
             " what moves activations; use full or none"
         )
         yield Problem("layout.offload_activations", text, ("layout.recompute",))
-    if job.layout.offload_activations and job.kernels.compile:
-        text = "saw true with kernels.compile=true, which decides by itself what a block keeps; drop one"
-        yield Problem("layout.offload_activations", text, ("kernels.compile",))
+    compiled = compiled_by(job)
+    if job.layout.offload_activations and compiled:
+        setting = COMPILED_BY[compiled] + (
+            ", which compiles blocks and" if compiled == "precision" else ", which"
+        )
+        text = f"saw true with {setting} decides by itself what a block keeps; drop one"
+        yield Problem("layout.offload_activations", text, (compiled,))
     built = job.model.built
     if job.layout.offload_activations and built is not None and not built.blocks:
         text = f"saw true, but {job.model.builder} has no repeated block; say in model.plan.blocks which are"
@@ -87,8 +110,11 @@ def _quantized(job: JobConfig) -> Iterator[Problem]:
     unseen = "true, which decides by itself what a block keeps; drop one"
     blockless = built is not None and not built.blocks
     against = {
-        "precision": job.precision == "fp64" and "fp64, which is for exact gradients; use full or fp32",
-        "kernels.compile": job.kernels.compile and unseen,
+        "precision": {
+            "fp64": "fp64, which is for exact gradients; use full or fp32",
+            "fp8": compiled_by(job) and "fp8, whose compiled blocks decide what they keep; use full or bf16",
+        }.get(job.precision, ""),
+        "kernels.compile": job.kernels.compile is True and unseen,
         "kernels.cuda_graphs": job.kernels.cuda_graphs and "true, whose passes run no hooks; drop one",
         "layout.offload_activations": job.layout.offload_activations and "true, which moves them; drop one",
         "model.plan.blocks": blockless and f"(): {job.model.builder} has no repeated block; say which are",
@@ -237,9 +263,6 @@ def _widest(degrees: Degrees) -> str:
 
 
 def _precision(job: JobConfig) -> Iterator[Problem]:
-    if job.precision == "fp8" and job.model.builder is not None:
-        text = "saw fp8 with model.builder, whose linear layers are not looked into; use bf16"
-        yield Problem("precision", text, ("model.builder",))
     problem = precision_problem(job, job.cluster.device)  # auto is judged when the machines are known
     if problem:
         yield Problem("precision", problem, ("cluster.device",))
@@ -250,7 +273,7 @@ def _precision(job: JobConfig) -> Iterator[Problem]:
     elif bound is not None and job.precision not in ("bf16", "fp16"):
         text = f"saw {bound:g} with precision={job.precision}, which has nothing to adapt; use bf16 or fp16"
         yield Problem("adaptive_precision.error_bound", text, ("precision",))
-    if bound is not None and job.kernels.compile:
+    if bound is not None and job.kernels.compile is True:
         text = f"saw {bound:g} with kernels.compile=true, which fixes the precision of a block; drop one"
         yield Problem("adaptive_precision.error_bound", text, ("kernels.compile",))
 
@@ -264,5 +287,6 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _without_effect,
     _actions,
     _layout,
+    _expert_placement,
     _precision,
 )

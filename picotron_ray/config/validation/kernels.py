@@ -11,7 +11,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.support.determinism import KEY as DETERMINISTIC
 from picotron_ray.config.support.determinism import determinism_problems
 from picotron_ray.config.support.devices import device_problems, graph_problems
-from picotron_ray.config.support.kernels import attention_problem, overlap_problem
+from picotron_ray.config.support.kernels import COMPILED_BY, attention_problem, compiled_by, overlap_problem
 from picotron_ray.config.validation.compute import actions_problem
 from picotron_ray.config.validation.schedules import plain_schedule
 from picotron_ray.layout.recompute_policy import is_selective
@@ -29,19 +29,15 @@ def _splits(job: JobConfig) -> bool:
 
 def _kernels(job: JobConfig) -> Iterator[Problem]:
     yield from _attention(job)
-    schedule = job.layout.schedule
-    if job.kernels.compile and _splits(job):
-        text = (
-            f"saw true with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
-            " wrongly; use another schedule or compile=false"
-        )
-        yield Problem("kernels.compile", text, ("layout.schedule", "layout.pp", "layout.actions"))
+    yield from _compiled_blocks(job)
     if job.kernels.experts == "grouped" and job.precision == "fp64":
         text = "saw grouped with precision=fp64, which torch's grouped product does not have; use loop"
         yield Problem("kernels.experts", text, ("precision",))
-    if job.kernels.experts != "auto" and not job.model.moe.experts:
-        text = f"saw {job.kernels.experts} with model.moe.experts=0, a dense model; drop it"
-        yield Problem("kernels.experts", text, ("model.moe.experts",))
+    for key in ("experts", "expert_exchange", "expert_chunks"):
+        asked = getattr(job.kernels, key)
+        if asked != "auto" and not job.model.moe.experts:
+            text = f"saw {asked} with model.moe.experts=0, a dense model; drop it"
+            yield Problem(f"kernels.{key}", text, ("model.moe.experts",))
     if job.kernels.optimizer != "fused" and job.optimizer.name == "sgd":
         text = f"saw {job.kernels.optimizer} with optimizer.name=sgd, which has no adamw; drop it"
         yield Problem("kernels.optimizer", text, ("optimizer.name",))
@@ -56,10 +52,24 @@ def _kernels(job: JobConfig) -> Iterator[Problem]:
     yield from _projections(job)
     yield from _overlap(job)
     yield from _loss(job)
-    asked = job.layout.recompute
-    if job.kernels.compile and asked != "auto" and is_selective(asked):
-        text = f"saw true with layout.recompute={asked}, which does not see into compiled blocks; use full"
-        yield Problem("kernels.compile", text, ("layout.recompute",))
+
+
+def _compiled_blocks(job: JobConfig) -> Iterator[Problem]:
+    key, schedule, recompute = compiled_by(job), job.layout.schedule, job.layout.recompute
+    if not key:
+        return
+    saw, other = ("fp8", "bf16") if key == "precision" else ("true", "compile=false")
+    if _splits(job):
+        text = (
+            f"saw {saw} with layout.schedule={schedule}, which splits the backward pass of compiled blocks"
+            f" wrongly; use another schedule or {other}"
+        )
+        yield Problem(key, text, ("layout.schedule", "layout.pp", "layout.actions"))
+    if recompute != "auto" and is_selective(recompute):
+        text = (
+            f"saw {saw} with layout.recompute={recompute}, which does not see into compiled blocks; use full"
+        )
+        yield Problem(key, text, ("layout.recompute",))
 
 
 def _graphs(job: JobConfig) -> Iterator[Problem]:
@@ -71,13 +81,13 @@ def _graphs(job: JobConfig) -> Iterator[Problem]:
 def _closed_norms(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.norm != "closed-form":
         return
-    own, norms = job.model.builder is not None, family_of(job.model).norms
+    own, norms, compiled = job.model.builder is not None, family_of(job.model).norms, compiled_by(job)
     against = {
         "model.builder": own and "a model of your own, which computes as it was built",
         "model.family": not own
         and norms != "RMSNorm"
         and f"model.family={job.model.family}, which has {norms}",
-        "kernels.compile": job.kernels.compile and "kernels.compile=true, which compiles all of a block",
+        compiled: compiled and f"{COMPILED_BY[compiled]}, which compiles all of a block",
     }
     for key, text in against.items():
         if text:
@@ -96,9 +106,9 @@ def _compiled_functions(job: JobConfig) -> Iterator[Problem]:
         elif name not in family_of(model).compiled_functions(model):
             text = f"saw compiled with {_uncompiled(model, name)}; leave it at {plain}"
             yield Problem(key, text, ("model.family", "model.moe.experts"))
-        if job.kernels.compile:
-            text = "saw compiled with kernels.compile=true, which compiles all of a block; drop one"
-            yield Problem(key, text, ("kernels.compile",))
+        if whole := compiled_by(job):
+            text = f"saw compiled with {COMPILED_BY[whole]}, which compiles all of a block; drop one"
+            yield Problem(key, text, (whole,))
         if name == "norm" and _splits(job):
             text = f"saw compiled with layout.schedule={schedule}, which splits the backward pass, and"
             text += " that of a compiled norm runs once; use another schedule or auto"
@@ -115,9 +125,7 @@ def _uncompiled(model: ModelConfig, name: str) -> str:
 
 def _projections(job: JobConfig) -> Iterator[Problem]:
     if job.kernels.projections == "fused" and job.model.builder is not None:
-        text = (
-            "saw fused; a model of your own has the projections that it was built with: leave it at separate"
-        )
+        text = "saw fused; a model of your own has the projections that it was built with: leave it at auto"
         yield Problem("kernels.projections", text, ("model.builder",))
     together = job.kernels.projections == "fused" and job.kernels.activation == "compiled"
     if together and job.layout.offload_activations:
@@ -134,7 +142,7 @@ def _projections(job: JobConfig) -> Iterator[Problem]:
 
 def _overlap(job: JobConfig) -> Iterator[Problem]:
     key, asked, schedule = "kernels.tp_overlap", job.kernels.tp_overlap, job.layout.schedule
-    if asked == "none":
+    if asked in ("auto", "none"):
         return
     problem = overlap_problem(job, job.cluster.device)  # auto: once machines are known
     if problem:
@@ -159,9 +167,13 @@ def _overlap(job: JobConfig) -> Iterator[Problem]:
 def _loss(job: JobConfig) -> Iterator[Problem]:
     kernels = job.kernels
     if kernels.loss == "linear" and job.model.builder is not None:
-        text = "saw linear; a model of your own gives logits: leave it at logits"
+        text = "saw linear; a model of your own gives logits: leave it at auto"
         yield Problem("kernels.loss", text, ("model.builder",))
-    if kernels.loss != "linear" and kernels.loss_chunk != KernelsConfig().loss_chunk:
+    chunked = kernels.loss_chunk != KernelsConfig().loss_chunk
+    if kernels.loss == "auto" and chunked and job.model.builder is not None:
+        text = f"saw {kernels.loss_chunk}; a model of your own gives logits: drop it"
+        yield Problem("kernels.loss_chunk", text, ("model.builder",))
+    if kernels.loss == "logits" and chunked:
         text = (
             f"saw {kernels.loss_chunk} with kernels.loss={kernels.loss}, which cuts nothing; drop it or use"
         )

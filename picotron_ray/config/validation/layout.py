@@ -12,9 +12,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.support.kernels import GROUPED_ROW_BYTES, ungrouped_widths
+from picotron_ray.config.support.kernels import GROUPED_ROW_BYTES, hidden_widths, ungrouped_widths
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.config.validation.comm import comm_layout_problems
+from picotron_ray.config.validation.fp8 import gather_problems, width_problems
 from picotron_ray.config.validation.schedules import (
     least_micro_batch,
     placement,
@@ -40,7 +41,8 @@ def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
     return [
         *_tensor_problems(job, layout.tp),
         *_context_problems(job, layout.cp, layout.tp, layout.context),
-        *_fp8_problems(job, layout.cp, layout.tp),
+        *(LayoutProblem(*problem) for problem in width_problems(job, layout.cp, layout.tp)),
+        *(LayoutProblem(*problem) for problem in gather_problems(job, layout)),
         *_grouped_problems(job, layout.tp),
         *_expert_problems(job, layout),
         *_copies_problems(layout),
@@ -62,7 +64,7 @@ def _tensor_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
     cut = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
-        **_widths(job),
+        **hidden_widths(job),
         # Sequence parallelism keeps 1/tp of every sequence between the tensor-parallel blocks.
         "data.sequence_length": job.data.sequence_length,
     }
@@ -74,19 +76,6 @@ def _tensor_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
     if rows * (tp - 1) >= model.vocab_size:
         text = f"saw {tp} with model.vocab_size={model.vocab_size}, which leaves the last rank without a row"
         yield LayoutProblem("layout.tp", ("model.vocab_size",), text)
-
-
-def _widths(job: JobConfig) -> dict[str, int]:
-    """Widths of hidden layers, by key."""
-    moe = job.model.moe
-    if not moe.experts:
-        return {"model.intermediate_size": job.model.intermediate_size}
-    shared = moe.shared_intermediate_size
-    return {
-        **({"model.intermediate_size": job.model.intermediate_size} if moe.first_dense_layers else {}),
-        "model.moe.intermediate_size": moe.intermediate_size,
-        **({"model.moe.shared_intermediate_size": shared} if shared else {}),
-    }
 
 
 def _expert_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
@@ -101,6 +90,10 @@ def _expert_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
     if experts % ep:
         text = f"saw {ep}, which does not divide model.moe.experts={experts}"
         yield LayoutProblem("layout.ep", ("model.moe.experts",), text)
+    chunks = job.kernels.expert_chunks
+    if chunks != "auto" and chunks > experts // ep:
+        text = f"saw {chunks}, expected at most the {experts // ep} experts of a rank, with layout.ep={ep}"
+        yield LayoutProblem("kernels.expert_chunks", ("layout.ep", "model.moe.experts"), text)
     if layout.replicas % ep:
         text = f"saw {ep}, which does not divide dp x cp = {layout.replicas}, over which experts are spread"
         yield LayoutProblem("layout.ep", ("layout.dp", "layout.cp"), text)
@@ -158,33 +151,6 @@ def _context_problems(job: JobConfig, cp: int, tp: int, context: ContextVariant)
     elif length // cp % tp:
         text = f"saw {cp} with tp={tp}, which does not divide {length // cp} tokens per rank"
         yield LayoutProblem("layout.cp", ("data.sequence_length", "layout.tp"), text)
-
-
-FP8_MULTIPLE = 16
-"""Of every dimension of an fp8 product (cuBLASLt); tokens too, over which weights' gradients are sums."""
-
-
-def _fp8_problems(job: JobConfig, cp: int, tp: int) -> Iterator[LayoutProblem]:
-    if job.precision != "fp8" or job.model.builder is not None:
-        return
-    model = job.model
-    parts = {key: size for key, size in _widths(job).items() if key != "model.moe.intermediate_size"}
-    parts |= {"query heads": model.query_width, "key heads": model.key_width}
-    sizes = {"model.hidden_size": model.hidden_size}
-    mla = model.mla
-    if mla.kv_lora_rank:
-        parts |= {"value heads": model.value_width}
-        parts |= {"keys and values": model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)}
-        sizes |= {"model.mla.kv_lora_rank": mla.kv_lora_rank, "model.mla.q_lora_rank": mla.q_lora_rank or 0}
-        sizes |= {"kv_lora_rank + qk_rope_head_dim": mla.kv_lora_rank + mla.qk_rope_head_dim}
-    sizes |= {key: size // tp for key, size in parts.items()}
-    sizes["tokens of a row"] = job.data.sequence_length // cp
-    odd = [f"{key}: {size}" for key, size in sizes.items() if size % FP8_MULTIPLE]
-    if odd:
-        axes = " ".join(f"{name}={degree}" for name, degree in (("tp", tp), ("cp", cp)) if degree > 1)
-        text = f"saw fp8{f' with {axes}' if axes else ''}, which multiplies multiples of {FP8_MULTIPLE}, but"
-        against = ("layout.tp", "layout.cp", "model.hidden_size", "model.heads", "data.sequence_length")
-        yield LayoutProblem("precision", (*against, *_widths(job)), f"{text} {', '.join(odd)}; use bf16")
 
 
 def _grouped_problems(job: JobConfig, tp: int) -> Iterator[LayoutProblem]:
@@ -323,7 +289,9 @@ def fitting_degrees(job: JobConfig, workers: int, above: int = 0) -> list[Degree
                 continue
             pipelines = groups // pp
             for cp in _up_to(pipelines) if job.layout.cp != 1 else (1,):
-                if any(_context_problems(job, cp, tp, job.layout.context)) or any(_fp8_problems(job, cp, tp)):
+                if any(_context_problems(job, cp, tp, job.layout.context)) or any(
+                    width_problems(job, cp, tp)
+                ):
                     continue
                 most = min(pipelines // cp, job.data.global_batch)
                 for dp in range(above // (tp * pp * cp) + 1, most + 1):

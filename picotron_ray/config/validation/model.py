@@ -221,14 +221,35 @@ def _data(job: JobConfig) -> Iterator[Problem]:
         yield Problem("data.path", "saw a URL, expected a path that every node can read", ())
 
 
+def _loss_mask(job: JobConfig) -> Iterator[Problem]:
+    data, keys = job.data, ("data.prompt_key", "data.spans_key")
+    given = [key for key in keys if getattr(job.data, key.removeprefix("data.")) is not None]
+    if data.loss_mask and data.source not in ("memmap", "jsonl"):
+        text = f"saw true with data.source={data.source}, which has no masks; use jsonl or memmap, or drop it"
+        yield Problem("data.loss_mask", text, ("data.source",))
+    for key in given:
+        name = getattr(data, key.removeprefix("data."))
+        if data.source != "jsonl":
+            text = f"saw {name!r} with data.source={data.source}, whose documents have no keys; drop it"
+            yield Problem(key, text, ("data.source",))
+        elif not data.loss_mask:
+            text = f"saw {name!r} with data.loss_mask=false, where all tokens count; say data.loss_mask=true,"
+            yield Problem(key, f"{text} or drop it", ("data.loss_mask",))
+        elif name == data.text_key:
+            text = f"saw {name!r}, which is data.text_key too; name another key of the records, or drop it"
+            yield Problem(key, text, ("data.text_key",))
+    if data.source == "jsonl" and data.loss_mask and len(given) != 1:
+        seen = "neither data.prompt_key nor data.spans_key" if not given else "both data.prompt_key and"
+        seen += "" if not given else " data.spans_key"
+        text = f"saw true with {seen}, expected the one that says which tokens of a record count"
+        yield Problem("data.loss_mask", text, ("data.source", *keys))
+
+
 def _documents(job: JobConfig) -> Iterator[Problem]:
     data, end, vocabulary = job.data, job.data.end_token, job.model.vocab_size
     if data.document_masks and job.model.builder is not None:
         text = "saw true; a model of your own attends as it was built: leave it out"
         yield Problem("data.document_masks", text, ("model.builder",))
-    if data.loss_mask and data.source != "memmap":
-        text = f"saw true with data.source={data.source}, which has no masks; use memmap, or drop it"
-        yield Problem("data.loss_mask", text, ("data.source",))
     if data.source != "memmap":
         if end is not None:
             text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
@@ -250,5 +271,6 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _moe,
     _finetuning,
     _data,
+    _loss_mask,
     _documents,
 )

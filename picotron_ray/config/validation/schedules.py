@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from picotron_ray.config.schema.compute import AUTO_SCHEDULE
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.kernels import compiled_by
 from picotron_ray.layout.schedule_actions import ActionList, action_list
 from picotron_ray.layout.schedules import PLAIN, SCHEDULES, schedule_of
 
@@ -54,7 +55,8 @@ def pipelines(job: JobConfig, pp: int) -> list[PipelineChoice]:
 def _needs_whole_backward(job: JobConfig) -> bool:
     """Whether a kernel is asked for whose backward pass cannot be split (`validation.kernels`)."""
     kernels = job.kernels
-    return kernels.compile or kernels.norm == "compiled" or kernels.tp_overlap != "none"
+    overlaps = kernels.tp_overlap not in ("auto", "none")
+    return bool(compiled_by(job)) or kernels.norm == "compiled" or overlaps
 
 
 def own_schedule(job: JobConfig) -> ActionList | None:

@@ -11,6 +11,7 @@ from picotron_ray.coordinator.messages.values import (
     BusyWorker,
     Commit,
     Divergence,
+    ExpertLoads,
     GenerationId,
     GenerationSpec,
     Judged,
@@ -172,6 +173,7 @@ class Outcome:
     bad_step: int = 0  # numerics, diverged: the step, 0 where it is none of a single step
     bad_reason: str = ""  # numerics: non-finite, spike
     divergence: Divergence | None = None  # diverged: what members found, all alike
+    expert_loads: tuple[ExpertLoads, ...] = ()  # of its stages, where experts are placed by load
 
 
 @dataclass(frozen=True, slots=True)

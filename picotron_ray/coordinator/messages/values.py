@@ -57,6 +57,14 @@ class SlotInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoads:
+    """Assignments to each expert of a layer, over the global batches of the last steps."""
+
+    layer: int
+    loads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StateCopy:
     """Shares of a state that one node holds whole, and others too.
 

@@ -86,7 +86,6 @@ def decoder_sizes(
     attention: AttentionSizes,
     hidden_layer: HiddenLayerSizes,
     *,
-    recast: int,
     rms_normed: int,
 ) -> ModelSizes:
     """Sizes of a decoder with sequence parallelism.
@@ -94,7 +93,7 @@ def decoder_sizes(
     Args:
         table: parameters of the model, or of the same with one block. A bias that no gradient moves is not
             counted.
-        recast, rms_normed: see `ModelSizes`.
+        rms_normed: see `ModelSizes`.
     """
     trained = [spec for spec in table if spec.trained and not spec.layer]  # of the blocks the first
     block = [spec for spec in trained if spec.part == "block"]
@@ -118,13 +117,12 @@ def decoder_sizes(
         sequence_cut=True,
         vocabulary=model.vocab_size,
         scores=model.query_width,
-        matrices=_count(spec for spec in block if len(spec.shape) > 1),
+        matrices=_count(spec for spec in block if spec.matrix),
         experts=experts,
         idle=experts * (moe.experts - moe.top_k) // max(1, moe.experts),
         routed=moe.top_k * model.hidden_size if moe.experts else 0,
         fused=model.hidden_size * (model.query_width + 2 * model.key_width + hidden_layer.fused),
-        fused_experts=experts * 2 // 3,
-        recast=recast,
+        fused_experts=_count(spec for spec in block if spec.expert and spec.matrix) * 2 // 3,
         rms_normed=rms_normed,
         block_products=_products(model, hidden_layer),
     )
@@ -150,7 +148,6 @@ def both_norms_sizes(
         table(with_one_block(model)),
         attention,
         swiglu_sizes(model),
-        recast=3 * hidden,  # k and v after q, up after gate
         rms_normed=4 * hidden + normed,
     )
 

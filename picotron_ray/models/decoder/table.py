@@ -99,8 +99,8 @@ def both_norms_block(config: ModelConfig, layer: int, *, head_norms: bool) -> Sp
     ]
 
 
-def mixture(config: ModelConfig, layer: int) -> Specs:
-    """Router, stacked experts, shared expert."""
+def mixture(config: ModelConfig, layer: int, *, biased: bool = False) -> Specs:
+    """Router, stacked experts, shared expert; with ``biased`` the first two have biases."""
     moe, hidden, std = config.moe, config.hidden_size, config.init_std
     at, experts, inner = f"layers.{layer}.mlp", moe.experts, moe.intermediate_size
 
@@ -108,6 +108,8 @@ def mixture(config: ModelConfig, layer: int) -> Specs:
         return ParameterSpec(f"{at}.experts.{name}", shape, layer, "block", tp_dim, True, spread, expert=True)
 
     table = [ParameterSpec(f"{at}.router.weight", (experts, hidden), layer, "block", None, True, std)]
+    if biased:
+        table.append(bias(f"{at}.router.logit_bias", experts, None, layer))
     if moe.balance == "bias":
         table.append(replace(bias(f"{at}.router.bias", experts, None, layer), trained=False))
     table += [
@@ -115,6 +117,14 @@ def mixture(config: ModelConfig, layer: int) -> Specs:
         stacked("up", (experts, inner, hidden), 1, std),
         stacked("down", (experts, hidden, inner), 2, out_std(config)),
     ]
+    if biased:
+        widths = {"gate_bias": (inner, 1), "up_bias": (inner, 1), "down_bias": (hidden, None)}
+        table += [
+            ParameterSpec(
+                f"{at}.experts.{name}", (experts, width), layer, "block", cut, False, 0.0, expert=True
+            )
+            for name, (width, cut) in widths.items()
+        ]
     if moe.shared_intermediate_size:
         table += swiglu(config, layer, f"{at}.shared", moe.shared_intermediate_size)
     return table

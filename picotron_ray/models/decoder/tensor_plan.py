@@ -8,6 +8,7 @@ Styles (Korthikanti et al. 2022: activations between blocks are cut over the seq
     positions: nothing is cut; each rank adds the rows of its part of the sequence.
     sequence: a norm whose weight is whole and whose activations are cut over the sequence.
     gather_input: the module's input, cut over the sequence, is gathered before it.
+    sinks: an attention's sinks, cut with its heads.
     colwise: output features cut (weight dim 0); whole input, local output.
     rowwise: input features cut (weight dim 1); output reduce-scattered over the sequence, then the bias.
     vocab_head: input gathered over the sequence, output logits cut over the vocabulary.

@@ -42,6 +42,7 @@ class Family:
             for it: (modules, their field).
         huggingface: its checkpoints in Hugging Face's format.
         scaled_embedding: whether what the embedding gives is multiplied by the root of the hidden size.
+        sinks: whether heads of attention have sinks (`models.layers.sinks`).
         latent: whether its attention is latent, and its first blocks may be dense beside mixtures.
     """
 
@@ -56,6 +57,7 @@ class Family:
     compiled_functions: Callable[[ModelConfig], Mapping[str, tuple[str, str]]]
     huggingface: HuggingFaceMapping
     scaled_embedding: bool = False
+    sinks: bool = False
     latent: bool = False
 
     def problems(self, model: ModelConfig, sequence_length: int) -> Iterator[Problem]:

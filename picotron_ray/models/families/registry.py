@@ -13,6 +13,7 @@ from picotron_ray.models.families.family import Family
 from picotron_ray.models.families.gemma2.family import GEMMA2
 from picotron_ray.models.families.gemma3.family import GEMMA3
 from picotron_ray.models.families.gpt2.family import GPT2
+from picotron_ray.models.families.gpt_oss.family import GPT_OSS
 from picotron_ray.models.families.llama.family import LLAMA
 from picotron_ray.models.families.olmo2.family import OLMO2
 from picotron_ray.models.finetune import (
@@ -29,7 +30,7 @@ from picotron_ray.models.parameters import ParameterSpec
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-FamilyName = Literal["llama", "gpt2", "olmo2", "gemma2", "gemma3", "deepseek"]
+FamilyName = Literal["llama", "gpt2", "olmo2", "gemma2", "gemma3", "deepseek", "gpt_oss"]
 FAMILIES: dict[FamilyName, Family] = {
     "llama": LLAMA,
     "gpt2": GPT2,
@@ -37,6 +38,7 @@ FAMILIES: dict[FamilyName, Family] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
 }
 
 __all__ = [  # what is asked for from below, where this module alone may be imported

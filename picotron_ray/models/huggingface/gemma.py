@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from picotron_ray.models.decoder.windows import sees_whole_row
-from picotron_ray.models.huggingface.config_reader import Keys, refuse
+from picotron_ray.models.huggingface.config_reader import Keys
 from picotron_ray.models.huggingface.decoder import BASE_DEFAULTS, ENDS, PROJECTIONS, base_config
 from picotron_ray.models.huggingface.mapping import Held
+from picotron_ray.models.huggingface.windows import layer_types, window_keys
 from picotron_ray.models.parameters import ParameterSpec
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA_DEFAULTS: dict[str, Any] = {
     **BASE_DEFAULTS,
     "hidden_size": 2304,
@@ -63,7 +62,7 @@ def gemma_keys(keys: Keys, *, every: int) -> dict[str, Any]:
     found = {
         "intermediate_size": keys.whole("intermediate_size"),
         "query_pre_attn_scalar": keys.whole("query_pre_attn_scalar"),
-        **_window_keys(keys, keys.whole("num_hidden_layers"), every),
+        **window_keys(keys, keys.whole("num_hidden_layers"), every),
     }
     return found | cap_keys(keys, "final_logit_softcapping", "logit_softcap")
 
@@ -73,37 +72,15 @@ def cap_keys(keys: Keys, theirs: str, ours: str) -> dict[str, float]:
     return {} if keys.get(theirs) is None else {ours: keys.number(theirs)}
 
 
-def _window_keys(keys: Keys, layers: int, every: int) -> dict[str, Any]:
-    """The window, and which blocks have it. Raises ConfigError where they do not alternate evenly."""
-    kinds = keys.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise refuse("layer_types", kinds, f"a list of {layers} times {SLIDING} or {FULL}")
-    if set(kinds) == {FULL}:
-        return {}
-    step = kinds.index(FULL) + 1 if FULL in kinds else None
-    for layer, kind in enumerate(kinds):
-        built = FULL if step and (layer + 1) % step == 0 else SLIDING
-        if kind != built:
-            evenly = f": one of every {step} blocks is {FULL}" if step else ""
-            raise refuse(f"layer_types.{layer}", kind, f"{built}{evenly}")
-    return {
-        "sliding_window": keys.whole("sliding_window"),
-        **({"full_attention_every": step} if step else {}),
-    }
-
-
 def gemma_config(model: ModelConfig, length: int) -> dict[str, Any]:
     """Keys of config.json that are written alike for both."""
     found = base_config(model, length)
     del found["hidden_act"]
-    kinds = [FULL if sees_whole_row(model, layer) else SLIDING for layer in range(model.layers)]
     return {
         **found,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_size,
         "sliding_window": model.sliding_window,
-        "layer_types": kinds,
+        "layer_types": layer_types(model),
         "final_logit_softcapping": model.logit_softcap,
     }

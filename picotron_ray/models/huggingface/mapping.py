@@ -17,7 +17,9 @@ class Held(NamedTuple):
         ours: canonical names; several are joined along their outputs (dimension 0) in one tensor.
         theirs: tensors of the checkpoint; several are stacked in one parameter of ours.
         stacked: whether ours is a stack of theirs, one per expert.
-        transposed: whether the tensor is the transpose of ours.
+        transposed: whether the tensor has our last two dimensions the other way round.
+        in_turns: whether the outputs (dimension 1) of several stacks of ours take turns in the tensor.
+        packed: whether theirs are two, values in MXFP4 and their scales, which hold one tensor.
         rows: for each row of ours the row of the tensor that it is; None: the same one.
     """
 
@@ -26,6 +28,8 @@ class Held(NamedTuple):
     stacked: bool = False
     transposed: bool = False
     rows: tuple[int, ...] | None = None
+    in_turns: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from picotron_ray.models.layers.rope import Rope, rotate
 from picotron_ray.models.layers.softcap import capped_attention
 from picotron_ray.models.parameters import SequenceShard
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+AttentionKernel = Callable[..., Tensor]
+"""See :func:`sdpa`; of `SinkAttention` one that takes sinks ``[heads]`` after the window."""
 
 
 def sdpa(
@@ -141,5 +143,24 @@ class Attention(nn.Module):
             q = q * self.query_times
         row = q.size(2) if self.shard is None else self.shard.length
         window = self.window if self.window is not None and self.window < row else None
-        out = self.kernel(q, k, v, documents, window)
+        out = self.attend(q, k, v, documents, window)
         return self.wo(out.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+        """Call the kernel; arguments as of :func:`sdpa`."""
+        return self.kernel(q, k, v, documents, window)
+
+
+class SinkAttention(Attention):
+    """Grouped-query self-attention with one sink a head (`models.layers.sinks`); arguments as its base's.
+
+    Fields:
+        sinks: ``[heads]`` logits.
+    """
+
+    def __init__(self, config: ModelConfig, kernel: AttentionKernel, **options: Any) -> None:
+        super().__init__(config, kernel, **options)
+        self.sinks = nn.Parameter(torch.empty(config.heads))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+        return self.kernel(q, k, v, documents, window, self.sinks)

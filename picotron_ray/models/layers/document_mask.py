@@ -6,7 +6,8 @@ with or without masks. The loss is that of every token, an end token's guess of 
 included, so that rows weigh the same with masks as without.
 
 Rotary positions go on counting through the row: attention scores depend on the distance of two tokens, which
-an offset common to a document does not change. Positions that are added to the embedding would differ.
+an offset common to a document does not change. Learned positions (GPT-2) are added to the embedding, where an
+offset would show: they begin anew with each document (`positions_in_documents`).
 
 Numbers, not masks, go through the model: ``[batch, row]`` of them, of the whole row wherever it is cut, are
 all that a mask of any part of it needs, or where its documents start.
@@ -61,6 +62,23 @@ def _first_tokens(documents: Tensor) -> Tensor:
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return first
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Position of each token in its document, as far as the row holds it: the first one there has 0.
+
+    Args:
+        documents: numbers ``[batch, row]``.
+
+    Returns: int64, of the same shape.
+
+    Example:
+        >>> positions_in_documents(torch.tensor([[0, 0, 0, 1, 2, 2]]))
+        tensor([[0, 1, 2, 0, 0, 1]])
+    """
+    at = torch.arange(documents.size(1), device=documents.device)
+    starts = torch.where(_first_tokens(documents), at, 0)
+    return at - starts.cummax(dim=1).values
 
 
 def numbered_through(documents: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ only fill shapes, are not routed and not counted. The bias that evens load witho
 step, by the load of the whole global batch.
 
 Where the experts are is not known here: a ``Transport`` brings rows to them and back, and a ``Spread`` says
-what other ranks hold of the same rows. On one rank both do nothing.
+what other ranks hold of the same rows (`layers.transport`). On one rank both do nothing. Nothing between the
+router and the sum of results waits for a number from the device, but for `looped` products, which need their
+lengths on the host, and for what a transport says of itself.
 
 Auxiliary losses are not added to the loss, which lives on the last pipeline stage: their gradient enters
 where the router's output leaves the block (`_Auxiliary`), times the factor that the engine sets per step.
@@ -19,97 +21,18 @@ loss per row, shared expert).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import MoeConfig
-from picotron_ray.models.layers.expert_rows import rows_of, sum_of_rows
-from picotron_ray.models.layers.fused_linear import computed_in, joined
-from picotron_ray.models.layers.pointwise import silu_gate
+from picotron_ray.models.layers.expert_rows import gated_sum, rows_of, sort_routes
+from picotron_ray.models.layers.experts import Experts
+from picotron_ray.models.layers.pointwise import Gate, silu_gate
 from picotron_ray.models.layers.swiglu import SwiGLU
-
-
-class Arrival(Protocol):
-    """Rows under way."""
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Rows ``[n, hidden]`` grouped by local expert, and how many each has (int64 on the CPU)."""
-        ...
-
-    def send_back(self, rows: Tensor) -> Return: ...
-
-
-class Return(Protocol):
-    """Results under way."""
-
-    def wait(self) -> Tensor:
-        """Rows in the order in which they were sent."""
-        ...
-
-
-class Transport(Protocol):
-    """Brings rows to the ranks that hold their experts."""
-
-    def send(self, rows: Tensor, counts: Tensor) -> Arrival:
-        """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` int64: rows of each."""
-        ...
-
-
-class Spread(Protocol):
-    """Sums over the ranks that hold other parts of the same rows.
-
-    Fields:
-        parts: ranks that share a row, evenly.
-        chunks: consecutive stretches of it that are here.
-    """
-
-    parts: int
-    chunks: int
-
-    def totals(self, counts: Tensor) -> Tensor:
-        """Sum of ``[rows, experts]`` over the ranks that share the rows."""
-        ...
-
-    def ahead(self, counts: Tensor) -> Tensor:
-        """``[chunks, rows, experts]`` of the local chunks → the sums over all chunks before each."""
-        ...
-
-
-class Here:
-    """All experts and whole rows on one rank: a transport and a spread that move nothing."""
-
-    parts = chunks = 1
-
-    def totals(self, counts: Tensor) -> Tensor:
-        return counts
-
-    def ahead(self, counts: Tensor) -> Tensor:
-        return torch.zeros_like(counts)
-
-    def send(self, rows: Tensor, counts: Tensor) -> Arrival:
-        return _Arrived(rows, counts)
-
-
-class _Arrived:
-    def __init__(self, rows: Tensor, counts: Tensor) -> None:
-        self._rows, self._counts = rows, counts
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        return self._rows, self._counts.cpu()
-
-    def send_back(self, rows: Tensor) -> Return:
-        return _Back(rows)
-
-
-class _Back:
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def wait(self) -> Tensor:
-        return self._rows
+from picotron_ray.models.layers.transport import Here, RouteLimits, Spread, Transport
 
 
 class _Auxiliary(torch.autograd.Function):
@@ -147,6 +70,7 @@ class Router(nn.Module):
 
     Fields:
         bias: ``[experts]`` added to the scores for the choice alone (``balance: bias``), else None.
+        logit_bias: ``[experts]`` added to what scores are made of, and trained like any parameter; or None.
         held: whether the bias stays as it is (``model.freeze``).
         spread: what other ranks hold of the same rows.
         shares: ranks that compute the same tokens (tensor parallelism): auxiliary losses count once.
@@ -155,10 +79,11 @@ class Router(nn.Module):
             last how many were dropped.
     """
 
-    def __init__(self, config: MoeConfig, hidden: int) -> None:
+    def __init__(self, config: MoeConfig, hidden: int, *, biased: bool = False) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, hidden))
+        self.logit_bias = nn.Parameter(torch.empty(config.experts)) if biased else None
         self.bias = (
             nn.Parameter(torch.empty(config.experts), requires_grad=False)
             if config.balance == "bias"
@@ -175,7 +100,8 @@ class Router(nn.Module):
         config = self.config
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), self.weight.to(wide))
+            added = None if self.logit_bias is None else self.logit_bias.to(wide)
+            logits = F.linear(x.to(wide), self.weight.to(wide), added)
             scores = logits.softmax(dim=-1) if config.router == "softmax" else logits.sigmoid()
             biased = scores.detach() if self.bias is None else scores.detach() + self.bias
             if config.groups > 1:
@@ -199,14 +125,19 @@ class Router(nn.Module):
         config, spread = self.config, self.spread
         if config.capacity_factor is None:
             return torch.ones_like(experts, dtype=torch.bool)
-        length = experts.size(1)
         by_chunk = chosen.unflatten(1, (spread.chunks, -1))
         ahead = spread.ahead(by_chunk.sum(dim=2).transpose(0, 1).contiguous())
         # assignments to the same expert by earlier tokens of the row; a token never chooses one twice
         before = by_chunk.cumsum(dim=2) - by_chunk + ahead.transpose(0, 1).unsqueeze(2)
-        even = config.top_k * length * spread.parts / config.experts
-        capacity = math.ceil(config.capacity_factor * even)
-        return before.flatten(1, 2).gather(-1, experts) < capacity
+        return before.flatten(1, 2).gather(-1, experts) < self.most_assignments(experts.size(1))
+
+    def most_assignments(self, length: int) -> int:
+        """Assignments that a row may have to one expert, of which ``length`` tokens are here."""
+        config = self.config
+        if config.capacity_factor is None:
+            return length
+        even = config.top_k * length * self.spread.parts / config.experts
+        return math.ceil(config.capacity_factor * even)
 
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, live: Tensor) -> Tensor | None:
         """α·Σ_rows Σ_e f_e·Σ_t p_te  +  β·Σ_t logsumexp², tokens of live rows only.
@@ -248,89 +179,26 @@ def _in_best_groups(choice: Tensor, config: MoeConfig) -> Tensor:
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def looped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One expert after the other; arguments as in `Experts`."""
-    parts = rows.split(counts.tolist())
-    out = [
-        F.linear(silu_gate(F.linear(x, g), F.linear(x, u)), d)
-        for x, g, u, d in zip(parts, gate, up, down, strict=True)
-    ]
-    return torch.cat(out)
-
-
-def looped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As `looped`, gate and up of an expert by one product."""
-    both = joined((gate, up), computed_in(gate))
-    out = []
-    for x, inner, outer in zip(rows.split(counts.tolist()), both, down, strict=True):
-        opened, passed = F.linear(x, inner).chunk(2, dim=-1)
-        out.append(F.linear(silu_gate(opened, passed), outer))
-    return torch.cat(out)
-
-
-def _grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    ends = counts.cumsum(0).to(x.device, torch.int32)
-    found: Tensor = F.grouped_mm(x, weights.to(x.dtype).transpose(-2, -1), offs=ends)
-    return found
-
-
-def grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """All experts by one product per matrix, torch's grouped_mm; not in fp64."""
-    opened, passed = (_grouped_product(rows, weights, counts) for weights in (gate, up))
-    return _grouped_product(silu_gate(opened, passed), down, counts)
-
-
-def grouped_fused(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As `grouped`, gate and up by one product."""
-    both = _grouped_product(rows, joined((gate, up), rows.dtype), counts)
-    opened, passed = both.chunk(2, dim=-1)
-    return _grouped_product(silu_gate(opened, passed), down, counts)
-
-
-COMPUTE = {
-    (False, False): looped,
-    (False, True): looped_fused,
-    (True, False): grouped,
-    (True, True): grouped_fused,
-}
-"""By (grouped, fused)."""
-
-
-class Experts(nn.Module):
-    """Stacked SwiGLUs: gate and up ``[experts, inner, hidden]``, down ``[experts, hidden, inner]``.
-
-    Fields:
-        grouped: whether one product per matrix serves all experts.
-        fused: whether gate and up are one matrix.
-    """
-
-    def __init__(self, experts: int, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.empty(experts, inner, hidden))
-        self.up = nn.Parameter(torch.empty(experts, inner, hidden))
-        self.down = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.grouped = self.fused = False
-
-    def fuse(self) -> None:
-        self.fused = True
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Args: rows ``[n, hidden]`` grouped by expert; counts ``[experts]`` on the CPU: rows of each."""
-        return COMPUTE[self.grouped, self.fused](rows, counts, self.gate, self.up, self.down)
-
-
 class MixtureOfExperts(nn.Module):
     """Mixture of experts: the hidden layer of a block in place of one SwiGLU.
+
+    Args:
+        biased: whether the router and the experts have biases.
+        activation: of the experts, see `models.layers.pointwise`.
 
     Fields:
         transport: brings rows to the ranks that hold their experts.
         scale: gradient of the auxiliary losses, set per step: 1 / tokens of the global batch.
     """
 
-    def __init__(self, config: MoeConfig, hidden: int) -> None:
+    def __init__(
+        self, config: MoeConfig, hidden: int, *, biased: bool = False, activation: Gate = silu_gate
+    ) -> None:
         super().__init__()
-        self.router = Router(config, hidden)
-        self.experts = Experts(config.experts, hidden, config.intermediate_size)
+        self.router = Router(config, hidden, biased=biased)
+        self.experts = Experts(
+            config.experts, hidden, config.intermediate_size, biased=biased, activation=activation
+        )
         width = config.shared_intermediate_size
         self.shared = SwiGLU(hidden, width) if width else None
         self.transport: Transport = Here()
@@ -339,19 +207,18 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """``[rows, seq, hidden]`` → the same; weights ``[rows]``: rows of weight 0 go to no expert."""
         routing = self.router(x, weights)
-        tokens = x.flatten(0, 1)
-        chosen, order = _by_expert(routing)
-        counts = torch.bincount(chosen, minlength=self.router.config.experts)
-        top_k = routing.experts.size(-1)
-        arrival = self.transport.send(_as_computed(rows_of(tokens, order, top_k)), counts)
+        tokens, transport, length = x.flatten(0, 1), self.transport, x.size(1)
+        slots = transport.slots(x.device)
+        routes = sort_routes(routing.experts, routing.kept, self.router.config.experts, slots)
+        most = min(length, self.router.most_assignments(length))
+        shipment = transport.plan(routes, RouteLimits(length, most))
+        buffers = shipment.send(_as_computed(rows_of(tokens, shipment.routes)))
         # The shared expert's halves stand between start and end of each transfer, forward and backward.
         hidden = None if self.shared is None else self.shared.inner(x)
-        rows, here = arrival.wait()
-        returning = arrival.send_back(self.experts(rows, here))
+        parts = self.experts(*buffers, shipment=shipment)
         shared = None if self.shared is None or hidden is None else self.shared.down(hidden)
-        gates = routing.gates.flatten()[order].unsqueeze(-1)
-        results = returning.wait() * gates
-        out = sum_of_rows(results, order, len(tokens), top_k).to(x.dtype).view_as(x)
+        results = shipment.collect(parts)
+        out = gated_sum(results, routing.gates.flatten(), shipment.routes).to(x.dtype).view_as(x)
         if shared is not None:
             out = out + shared
         return out if routing.loss is None else _Auxiliary.apply(out, routing.loss, self.scale)
@@ -361,11 +228,3 @@ def _as_computed(x: Tensor) -> Tensor:
     """In the type that matrix products will cast to: half the bytes to move under autocast."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-def _by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
-    """Experts of the assignments that are sent, in their order, and where each stands in ``experts``."""
-    flat = torch.where(routing.kept, routing.experts, -1).flatten()
-    experts, order = flat.sort(stable=True)
-    dropped = int(torch.count_nonzero(flat < 0))
-    return experts[dropped:], order[dropped:]

@@ -1,4 +1,8 @@
-"""Learned positions: a table with a row per position of the sequence, added to the embedding."""
+"""Learned positions: a table with a row per position, added to the embedding.
+
+Positions count from the start of a row; where documents are kept apart (``data.document_masks``), from the
+start of each document, as if it stood alone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from picotron_ray.models.layers.document_mask import positions_in_documents
 from picotron_ray.models.parameters import SequenceShard
 
 
@@ -35,7 +40,14 @@ class Positions(nn.Module):
         self.shard: SequenceShard | None = None
         self.part = (0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[batch, local tokens, hidden]`` → the same, each token's row added."""
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """``[batch, local tokens, hidden]`` → the same, each token's row added.
+
+        Args:
+            documents: numbers ``[batch, row]``, of whole rows; None: a row is one document.
+        """
         shard = self.shard or SequenceShard(x.size(1) * self.part[1])
-        return x + F.embedding(_indices(shard, self.part, x.device), self.weight)
+        here = _indices(shard, self.part, x.device)
+        if documents is not None:
+            here = positions_in_documents(documents)[:, here]
+        return x + F.embedding(here, self.weight)

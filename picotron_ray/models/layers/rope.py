@@ -18,8 +18,8 @@ needs nothing but its parameters.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from picotron_ray.models.decoder.positions import yarn_mscale
 from picotron_ray.models.parameters import SequenceShard
 
 
-class Rope(NamedTuple):
+@dataclass(frozen=True)
+class Rope:
     """Base and scaling of rotary frequencies.
 
     Fields:
@@ -39,8 +40,18 @@ class Rope(NamedTuple):
     """
 
     theta: float
-    scaling: RopeScaling = RopeScaling()
+    scaling: RopeScaling = RopeScaling()  # noqa: RUF009 - frozen
     part: float = 1.0
+
+    def turns(
+        self, length: int, parts: int, index: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The table, a constant of a compiled block: torch looks through a cache and would make it anew."""
+        return _rotary_table(SequenceShard(length, parts, index), width, self, dtype, device)
+
+    # What torch.compiler.assume_constant_result does, which would import the compiler in every process. Of a
+    # method, as torch 2.11 takes no object that it does not know as an argument.
+    turns._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=16)
@@ -121,17 +132,6 @@ def _rotary_table(
         return (angles.cos() * times).to(device, dtype), (angles.sin() * times).to(device, dtype)
 
 
-def _turns(
-    length: int, parts: int, index: int, width: int, rope: Rope, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The table, as a constant of a compiled block: torch looks through a cache and would make it anew."""
-    return _rotary_table(SequenceShard(length, parts, index), width, rope, dtype, device)
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler in every process.
-_turns._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def rotate(x: Tensor, rope: Rope | None, shard: SequenceShard | None = None) -> Tensor:
     """Rotary positions on ``[batch, heads, seq, head]``: pairs (i, i + width/2) turn by position x frequency.
 
@@ -148,7 +148,7 @@ def rotate(x: Tensor, rope: Rope | None, shard: SequenceShard | None = None) -> 
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     here = (x.size(-2), 1, 0) if shard is None else (shard.length, shard.parts, shard.index)
     width = rotary_width(x.size(-1), rope.part)
-    cos, sin = _turns(*here, width, rope, dtype, x.device)
+    cos, sin = rope.turns(*here, width, dtype, x.device)
     left, right = x[..., :width].to(dtype).chunk(2, dim=-1)
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
     return turned if width == x.size(-1) else torch.cat((turned, x[..., width:]), dim=-1)

@@ -31,8 +31,11 @@ from picotron_ray.models.layers.softcap import capped_attention
 from picotron_ray.parallel.attention.flash_operators import Sequences, TorchFlash
 from picotron_ray.parallel.attention.lse_kernels import additive_mask
 
-RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-"""See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers."""
+RowAttention = Callable[..., Tensor]
+"""See ``models.layers.attention.sdpa``; or with the starts of documents in place of their numbers.
+
+With sinks (``sinks``) they come after the window.
+"""
 
 NO_MASK = "kernels.attention: saw cudnn, which takes neither document masks nor windows here; use auto"
 NO_CAP = (
@@ -51,6 +54,8 @@ class AttentionPlan:
         window: tokens that a query sees at most, in blocks that have one; None: all.
         softcap: bound of scores; None: there is none.
         whole_every: every so many blocks one has no window; None: none.
+        full: the implementation for parts in fp32, where ``backend`` has none for them; None: the same.
+        sinks: whether heads have sinks (``models.layers.sinks``).
     """
 
     modules: tuple[str, ...]
@@ -59,13 +64,17 @@ class AttentionPlan:
     window: int | None = None
     softcap: float | None = None
     whole_every: int | None = None
+    full: Backend | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         within = f", window of {self.window}" if self.window is not None else ""
         if within and self.whole_every is not None:
             within += f", of every {self.whole_every} blocks but one"
         within += f", scores capped at {self.softcap:g}" if self.softcap is not None else ""
-        return f"{self.backend} attention{within}"
+        within += ", with sinks" if self.sinks else ""
+        full = f", in fp32 {self.full}" if self.full is not None else ""
+        return f"{self.backend}{full} attention{within}"
 
 
 Made = TypeVar("Made")

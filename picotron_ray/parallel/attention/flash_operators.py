@@ -115,7 +115,7 @@ class PackageFlash(FlashOperators):
             least = ".".join(map(str, PACKAGE_LEAST))
             raise LayoutError(
                 f"kernels.attention: saw flash-attn {version}, expected {least} or later for attention over"
-                f" parts of rows (layout.cp); {need}"
+                f" parts of rows (layout.cp) and with sinks; {need}"
             )
         self._package, self._softcap = flash_attn_interface, softcap or 0.0
 

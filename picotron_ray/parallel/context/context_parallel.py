@@ -38,10 +38,10 @@ from picotron_ray.parallel.attention.backends import (
     AttentionPlan,
     DocumentCache,
     RowAttention,
-    attention_kernel,
 )
 from picotron_ray.parallel.attention.lse_kernels import LseKernel
 from picotron_ray.parallel.attention.lse_kernels_cuda import lse_kernel
+from picotron_ray.parallel.attention.sinks import row_kernel, sinks_trained
 from picotron_ray.parallel.context.ring_attention import (
     LseMerge,
     RowDocuments,
@@ -55,7 +55,11 @@ from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``."""
+    """Ring attention: q ``[b, heads, s, d]``, kv ``[2, b, kv_heads, s, d]`` → ``[b, heads, s, d]``.
+
+    The second result is the log-sum-exp ``[b, heads, s]``, without a gradient. Sinks ``[heads]`` enter both,
+    once the results over all keys are merged; their gradient is `sinks_trained`'s.
+    """
 
     @staticmethod
     def forward(
@@ -66,7 +70,8 @@ class _Ring(torch.autograd.Function):
         group: dist.ProcessGroup,
         documents: RowDocuments | None,
         window: int | None,
-    ) -> Tensor:
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ranks, mine = group.size(), group.rank()
         attend, merge, held = TileAttention(kernel, mine, documents), LseMerge(q), kv
         for step, theirs in enumerate(visits(mine, ranks)):
@@ -74,10 +79,11 @@ class _Ring(torch.autograd.Function):
             attend.forward(merge, q, held, ring_tiles(mine, theirs, ranks, q.size(-2), window), theirs)
             if coming is not None:
                 held = coming.wait()
-        out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse)
+        out, lse = merge.finish(q.dtype, sinks)
+        ctx.save_for_backward(q, kv, out, lse)
         ctx.attend, ctx.group, ctx.window = attend, group, window
-        return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +102,7 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 held = coming.wait()
         assert total is not None
-        return dq.to(q.dtype), Shift(total, group, tag=1).wait(), None, None, None, None
+        return dq.to(q.dtype), Shift(total, group, tag=1).wait(), *(None for _ in range(5))
 
 
 class _Gathered(torch.autograd.Function):
@@ -114,15 +120,17 @@ class _Gathered(torch.autograd.Function):
         group: dist.ProcessGroup,
         documents: RowDocuments | None,
         window: int | None,
+        sinks: Tensor | None,
         order: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         attend, merge = TileAttention(kernel, group.rank(), documents), LseMerge(q)
         tiles = gathered_tiles(group.rank(), group.size(), q.size(-2), window)
         attend.forward(merge, q, _whole(kv, group, order), tiles)
-        out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, merge.lse, order)
+        out, lse = merge.finish(q.dtype, sinks)
+        ctx.save_for_backward(q, kv, out, lse, order)
         ctx.attend, ctx.group, ctx.tiles = attend, group, tiles
-        return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +141,7 @@ class _Gathered(torch.autograd.Function):
         by_rank = torch.empty_like(whole)
         by_rank[..., order, :] = dkv.to(kv.dtype)
         mine = reduce_scatter_sequence(_flat(by_rank), ctx.group)
-        return dq.to(q.dtype), _unflat(mine, kv), None, None, None, None, None
+        return dq.to(q.dtype), _unflat(mine, kv), *(None for _ in range(6))
 
 
 def _flat(kv: Tensor) -> Tensor:
@@ -183,23 +191,38 @@ class ContextAttention:
         return RowDocuments(documents, self._positions, self._kernel.counts_documents)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         attend = self._attend if documents is None else self._attend_documents
-        return attend(q, k, v, documents, window)
+        return attend(q, k, v, documents, window, sinks)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         if self._kernel is None:
             self._kernel = lse_kernel(self._backend, q.device, self._softcap)
             self._order, self._positions = self._order.to(q.device), self._positions.to(q.device)
         numbers = None if documents is None else self._documents(documents)
         with torch.autocast(q.device.type, enabled=False):  # wide results stay wide
-            common = (q, torch.stack((k, v)), self._kernel, self._group, numbers, window)
+            held = None if sinks is None else sinks.detach()
+            common = (q, torch.stack((k, v)), self._kernel, self._group, numbers, window, held)
             if self._variant == "ring":
-                return _Ring.apply(*common)
-            return _Gathered.apply(*common, self._order)
+                out, lse = _Ring.apply(*common)
+            else:
+                out, lse = _Gathered.apply(*common, self._order)
+            return out if sinks is None else sinks_trained(out, lse, sinks)
 
 
 def apply_context_parallel(
@@ -224,8 +247,7 @@ def apply_context_parallel(
         raise LayoutError(f"layout.cp: saw rows of {plan.length} tokens for 2 x {group.size()} chunks")
     kernel: RowAttention
     if variant == "ulysses":
-        rows = attention_kernel(plan.backend, compiled=compiled, softcap=plan.softcap)
-        kernel = UlyssesAttention(group, rows)
+        kernel = UlyssesAttention(group, row_kernel(plan, compiled=compiled))
     else:
         kernel = ContextAttention(group, variant, plan.length, plan.backend, plan.softcap, compiled=compiled)
     shard = SequenceShard(plan.length, group.size(), group.rank())

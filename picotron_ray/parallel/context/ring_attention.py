@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from picotron_ray.models.layers.document_mask import numbered_through
+from picotron_ray.models.layers.sinks import with_sinks
 from picotron_ray.parallel.attention.lse_kernels import KeyMask, LseKernel, wide
 from picotron_ray.parallel.attention.tile_documents import TileDocuments
 
@@ -116,6 +117,11 @@ class LseMerge:
         level = total.masked_fill(total == float("-inf"), 0.0)
         seen.mul_((before - level).exp().unsqueeze(-1)).add_(out * (lse - level).exp().unsqueeze(-1))
         before.copy_(total)
+
+    def finish(self, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output in ``dtype`` and the log-sum-exp, once all keys were merged; with sinks ``[heads]``."""
+        out, lse = (self.out, self.lse) if sinks is None else with_sinks(self.out, self.lse, sinks)
+        return out.to(dtype), lse
 
 
 class RowDocuments:

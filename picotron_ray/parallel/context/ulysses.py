@@ -75,13 +75,24 @@ class UlyssesAttention:
         self._group, self._rows = group, rows
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None = None,
+        window: int | None = None,
+        *sinks: Tensor,
     ) -> Tensor:
-        """``[batch, heads, s, head]`` as of the local queries; LayoutError where ranks divide no heads."""
+        """``[batch, heads, s, head]`` as of the local queries; LayoutError where ranks divide no heads.
+
+        Of sinks ``[heads]``, where there are any, those of the heads that come here go with them. Their
+        gradients are zero for the others, and summed with those of the other ranks like any parameter's.
+        """
         if k.size(1) % self._group.size():
             raise LayoutError(
                 f"layout.context: saw ulysses with cp={self._group.size()} and {k.size(1)} key heads on a"
                 " rank, which it does not divide; use ring or all-gather"
             )
         q, k, v = of_heads((q.to(v.dtype), k.to(v.dtype), v), self._group)
-        return of_tokens(self._rows(q, k, v, documents, window), self._group)
+        of_here = (x.chunk(self._group.size())[self._group.rank()] for x in sinks)
+        return of_tokens(self._rows(q, k, v, documents, window, *of_here), self._group)

@@ -11,7 +11,7 @@ Gradients are summed and never averaged, because the loss is divided once by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -143,6 +143,8 @@ class ReplicatedGradients:
         group: None: this rank alone, whose compressed plan may have to take in what others left owed.
         bucket_bytes: limit of one bucket; a larger single parameter has one of its own. None: the plan's.
         plan: how they travel.
+        copies: of parameters in 16 bits, with which modules compute, and whose gradients are added to the
+            parameters' (`precision.compute_weights`).
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class ReplicatedGradients:
         bucket_bytes: int | None = None,
         *,
         plan: ReductionPlan = DEFAULT,
+        copies: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         ordered = list(reversed(list(parameters)))
         total = sum(parameter.numel() * parameter.element_size() for parameter in ordered)
@@ -166,7 +169,10 @@ class ReplicatedGradients:
         self._passes = 0
         self._seen: dict[Tensor, int] = {}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._bucket
+            (copies or {})
+            .get(parameter, parameter)
+            .register_post_accumulate_grad_hook(partial(self._heard, parameter))
+            for parameter in self._bucket
         ]
 
     def _early_under(self, plan: ReductionPlan, reducer: Reducer) -> int:
@@ -242,6 +248,10 @@ class ReplicatedGradients:
         for bucket in self._buckets:
             bucket.agree()
 
+    def _heard(self, parameter: Tensor, computed: Tensor) -> None:
+        """Hear of a gradient: the one that computed, if another, has added it to the parameter's."""
+        self._accumulated(parameter)
+
     def _accumulated(self, parameter: Tensor) -> None:
         self._bucket[parameter].move_back(parameter)
         self._seen[parameter] += 1
@@ -276,6 +286,7 @@ def replicated(
     parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup | None]],
     plan: ReductionPlan = DEFAULT,
     compressible: Collection[nn.Parameter] = (),
+    copies: Mapping[Tensor, Tensor] | None = None,
 ) -> list[ReplicatedGradients]:
     """One `ReplicatedGradients` per group, in the order of their first parameters.
 
@@ -285,6 +296,7 @@ def replicated(
         plan: how gradients travel.
         compressible: parameters whose gradients a compressed reducer may take. The others of its group are
             summed exactly, apart from them.
+        copies: see `ReplicatedGradients`.
     """
     by_group: dict[tuple[dist.ProcessGroup | None, bool], list[nn.Parameter]] = {}
     for parameter, group in parameters:
@@ -292,6 +304,6 @@ def replicated(
         if group is not None or parameter in compressible:
             by_group.setdefault((group, exact), []).append(parameter)
     return [
-        ReplicatedGradients(mine, group, plan=plan.exact() if exact else plan)
+        ReplicatedGradients(mine, group, plan=plan.exact() if exact else plan, copies=copies)
         for (group, exact), mine in by_group.items()
     ]

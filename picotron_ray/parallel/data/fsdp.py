@@ -2,6 +2,11 @@
 
 Gradients are *summed* over replicas (divide factor 1). The loss of every micro-batch is already divided by
 the global token count, so that the gradient is exact whatever the number of rows per replica.
+
+In mixed precision a unit's shards, and what is updated and kept, are fp32. It gathers and computes in 16
+bits, and adds up and sums gradients in fp32 (``comm.reduce_dtype`` makes the sum itself travel in bf16, see
+`data.fsdp_collectives`). Inputs are not cast: the residual stream is in 16 bits by itself. Routers are units
+of their own, in fp32.
 """
 
 from __future__ import annotations
@@ -10,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 
@@ -25,12 +31,23 @@ class FsdpUnits:
         experts: modules inside them whose parameters are shared by the ranks of ``expert_mesh`` only.
         expert_mesh: None where no two ranks hold the same experts.
         whole: parameters that are not sharded.
+        wide: modules inside blocks that are gathered by themselves and not cast.
+        dtype: in which the others are gathered and compute. None: that of the parameters.
     """
 
     blocks: Sequence[nn.Module]
     experts: Sequence[nn.Module] = ()
     expert_mesh: DeviceMesh | None = None
     whole: frozenset[nn.Parameter] = frozenset()
+    wide: Sequence[nn.Module] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """Of all units but the wide ones."""
+        if self.dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
 
 
 def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) -> None:
@@ -40,15 +57,17 @@ def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) 
         mesh: the ranks over which the model is cut; with a dimension of copies before them, HSDP.
         zero: 1 and 2 keep weights gathered between forward and backward, 3 frees and gathers them again.
     """
-    reshard, whole = zero == 3, set(units.whole)
+    reshard, whole, policy = zero == 3, set(units.whole), units.policy
+    for module in units.wide if units.dtype is not None else ():
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
     for experts in units.experts:
         if units.expert_mesh is None:
             whole |= set(experts.parameters())
         else:
-            fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard)
+            fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard, mp_policy=policy)
     for block in (*units.blocks, model):
         clone_output_views(block)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=whole)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

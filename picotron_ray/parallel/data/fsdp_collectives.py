@@ -43,10 +43,14 @@ class WeightGather(_Allocates):
 
 
 class GradientScatter(_Allocates):
-    """FSDP2's ``ReduceScatter`` of gradients: their sum. On gloo it sends half of what gloo's own does."""
+    """FSDP2's ``ReduceScatter`` of gradients: their sum. On gloo it sends half of what gloo's own does.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    Args:
+        dtype: in which they travel, while FSDP adds them up over micro-batches in its own. None: in that.
+    """
+
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
+        self._collectives, self._dtype = collectives, dtype
 
     def __call__(
         self,
@@ -58,13 +62,27 @@ class GradientScatter(_Allocates):
     ) -> dist.Work | None:
         """Sum the parts; ``op`` is a sum, as `apply_fsdp` sets it."""
         assert op == dist.ReduceOp.SUM, "gradients are summed, never averaged"
-        self._collectives.reduce_scatter(output_tensor, input_tensor, group)
+        if self._dtype in (None, input_tensor.dtype):
+            self._collectives.reduce_scatter(output_tensor, input_tensor, group)
+            return None
+        narrow = torch.empty_like(output_tensor, dtype=self._dtype)
+        self._collectives.reduce_scatter(narrow, input_tensor.to(self._dtype), group)
+        output_tensor.copy_(narrow)
         return None
 
 
-def choose_collectives(model: torch.nn.Module, weights: Collectives, gradients: Collectives) -> None:
-    """Let FSDP's units in ``model`` communicate by these; `apply_fsdp` has made them."""
-    gather, scatter = WeightGather(weights), GradientScatter(gradients)
+def choose_collectives(
+    model: torch.nn.Module,
+    weights: Collectives,
+    gradients: Collectives,
+    reduce: torch.dtype | None = None,
+) -> None:
+    """Let FSDP's units in ``model`` communicate by these; `apply_fsdp` has made them.
+
+    Args:
+        reduce: see `GradientScatter`.
+    """
+    gather, scatter = WeightGather(weights), GradientScatter(gradients, reduce)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def global_norm(
         counted: for each, whether this rank counts it; not used where every rank holds everything.
         on_wait: called with True before it waits for other ranks, and with False afterwards.
     """
-    if _all_alike(layout):
+    if all_alike(layout):
         return squared_sum(local, device).sqrt()
     total = squared_sum([t for t, mine in zip(local, counted, strict=True) if mine], device)
     on_wait(True)
@@ -49,32 +49,54 @@ def global_norm(
     return total.sqrt()
 
 
-def part_norms(
-    local: Sequence[Tensor],
-    counted: Sequence[bool],
-    parts: Sequence[int],
-    count: int,
-    layout: Layout,
-    device: torch.device,
-) -> list[float]:
-    """Norms of ``count`` parts of the gradient, the same on every rank; arguments as of `global_norm`.
+class PartSums:
+    """Sums over ``count`` parts of the gradient, the same on every rank.
+
+    Which element of a sum a gradient adds to stays on the device: made anew, it would be copied there in each
+    step.
 
     Args:
+        counted: as of `global_norm`.
         parts: for each local gradient the index of its part, or -1.
     """
-    alike = _all_alike(layout)
-    chosen = [i for i, part in enumerate(parts) if part >= 0 and (alike or counted[i])]
-    squares = torch.zeros(count, dtype=torch.float64, device=device)
-    if chosen:
-        found = torch.stack(torch._foreach_norm([local[i] for i in chosen])).double().square()
-        squares.index_add_(0, torch.tensor([parts[i] for i in chosen], device=device), found)
-    if not alike:
-        dist.all_reduce(squares)
-    norms: list[float] = squares.sqrt().tolist()
-    return norms
+
+    def __init__(
+        self,
+        counted: Sequence[bool],
+        parts: Sequence[int],
+        count: int,
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        self._alike, self._count, self._device = all_alike(layout), count, device
+        self._chosen = [i for i, part in enumerate(parts) if part >= 0 and (self._alike or counted[i])]
+        self._part = torch.tensor([parts[i] for i in self._chosen], dtype=torch.long, device=device)
+
+    def of(
+        self,
+        local: Sequence[Tensor],
+        further: Callable[[Tensor], Tensor] | None = None,
+        columns: int = 0,
+    ) -> Tensor:
+        """Return ``[count, 1 + columns]`` fp64 on the device: squares, and what is further.
+
+        Args:
+            local: as of `global_norm`.
+            further: sums ``[columns]`` of one gradient's elements, fp64 on the device.
+        """
+        sums = torch.zeros((self._count, 1 + columns), dtype=torch.float64, device=self._device)
+        if self._chosen:
+            norms = torch._foreach_norm([local[i] for i in self._chosen])
+            found = torch.stack(norms).double().square().unsqueeze(-1)
+            if further is not None:
+                found = torch.cat((found, torch.stack([further(local[i]) for i in self._chosen])), dim=-1)
+            sums.index_add_(0, self._part, found)
+        if not self._alike:
+            dist.all_reduce(sums)
+        return sums
 
 
-def _all_alike(layout: Layout) -> bool:
+def all_alike(layout: Layout) -> bool:
     """Whether every rank holds the whole gradient."""
     return layout.world_size == layout.replicas and layout.ep == 1 and not layout.zero
 

@@ -123,7 +123,8 @@ class _ChunkedLoss(torch.autograd.Function):
         how, cast = ctx.how, weight.to(x.dtype)
         for_x, for_weight = _asked_for(ctx)
         found_x = torch.empty_like(x) if for_x else None
-        found_weight = torch.zeros_like(weight) if for_weight else None
+        wide = torch.promote_types(weight.dtype, torch.float32)  # over chunks; autograd casts the sum
+        found_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         for part in how.chunks(len(x)):
             of_logits = _logits(x[part], cast, how.cap)
             slope = None if how.cap is None else (of_logits / how.cap).square_().neg_().add_(1)

@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -41,6 +43,16 @@ KEPT = frozenset(
     }
 )
 """Operators whose results are kept, as they are expensive to compute. By name: some may be missing."""
+
+SAC_IGNORED_OPS.update(
+    (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
+"""Torch matches the operators of both forward passes by their number. Marks for profilers are none of them:
+ZeRO's units inside a block (routers, experts) set one more in a second pass, where one is taken for the root.
+"""
 
 
 def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:

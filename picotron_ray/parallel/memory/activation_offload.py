@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from picotron_ray.comm.copy_stream import CopyStream, host_like
-from picotron_ray.parallel.memory.weight_casts import Recast, made, of_a_parameter, recast
+from picotron_ray.parallel.memory.saved_parameters import of_a_parameter
 
 SMALLEST_BYTES = 2**16
 """Smaller tensors stay: a copy has a fixed cost."""
@@ -69,14 +69,13 @@ class ActivationOffload:
 
     Args:
         smallest_bytes: smaller tensors stay.
-        recasts: whether casts of parameters are repeated rather than saved.
 
     Fields:
         moved_bytes: copied to the host so far.
     """
 
-    def __init__(self, smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False) -> None:
-        self._smallest, self._recasts = smallest_bytes, recasts
+    def __init__(self, smallest_bytes: int = SMALLEST_BYTES) -> None:
+        self._smallest = smallest_bytes
         self._streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
         self._last: BlockPass | None = None
         self._held: list[BlockPass] = []  # whose sources are not let go yet
@@ -121,10 +120,10 @@ class ActivationOffload:
             block_pass.sources.clear()
         self._held.clear()
 
-    def _pack(self, block_pass: BlockPass) -> Callable[[Tensor], Tensor | OffloadedTensor | Recast]:
-        def pack(tensor: Tensor) -> Tensor | OffloadedTensor | Recast:
+    def _pack(self, block_pass: BlockPass) -> Callable[[Tensor], Tensor | OffloadedTensor]:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             if self._stays(tensor):
-                return recast(tensor) if self._recasts else tensor
+                return tensor
             # alive until the block pass is released, so that no other tensor has this key
             key = (tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride(), tensor._version)
             if key not in block_pass.sources:
@@ -145,9 +144,9 @@ class ActivationOffload:
         seen = self._seen.get(storage.data_ptr())
         return seen is not None and not seen.expired() and seen == StorageWeakRef(storage)
 
-    def _unpack(self, packed: Tensor | OffloadedTensor | Recast) -> Tensor:
+    def _unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
         if not isinstance(packed, OffloadedTensor):
-            return made(packed)
+            return packed
         self._release()
         block_pass = packed.block_pass
         self._fetch(block_pass)
@@ -169,10 +168,8 @@ class ActivationOffload:
                 block_pass.returned = self._streams[block_pass.device][1].copy(moved.back, moved.host)
 
 
-def apply_activation_offload(
-    blocks: Sequence[nn.Module], smallest_bytes: int = SMALLEST_BYTES, *, recasts: bool = False
-) -> None:
+def apply_activation_offload(blocks: Sequence[nn.Module], smallest_bytes: int = SMALLEST_BYTES) -> None:
     """Offload the tensors that the blocks of one stage save, in place, after recomputation was applied."""
-    offload = ActivationOffload(smallest_bytes, recasts=recasts)
+    offload = ActivationOffload(smallest_bytes)
     for number, block in enumerate(blocks):
         offload.wrap(number, block)

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from picotron_ray.layout.recompute_policy import RecomputeKind
-from picotron_ray.parallel.memory.weight_casts import Recast, made, of_a_parameter, recast
+from picotron_ray.parallel.memory.saved_parameters import of_a_parameter
 
 BLOCK = 128
 """Values that share a scale."""
@@ -101,18 +101,17 @@ class BlockPacker:
     Args:
         hidden: the hidden states that it is given.
         shared: what else it is given.
-        recasts: whether casts of parameters are repeated rather than saved.
     """
 
-    def __init__(self, hidden: Tensor, shared: Sequence[Tensor], *, recasts: bool) -> None:
-        self._small, self._recasts = hidden.numel() // SMALL, recasts
+    def __init__(self, hidden: Tensor, shared: Sequence[Tensor]) -> None:
+        self._small = hidden.numel() // SMALL
         self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, PackedMemory]] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | PackedView | Recast:
+    def pack(self, tensor: Tensor) -> Tensor | PackedView:
         """Return what is saved in place of a tensor."""
         if self._stays(tensor):
-            return recast(tensor) if self._recasts else tensor
+            return tensor
         source = tensor.detach()
         if not _is_dense(source):
             source = source.contiguous()
@@ -146,33 +145,30 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _unpack(saved: Tensor | PackedView | Recast) -> Tensor:
-    return saved.unpack() if isinstance(saved, PackedView) else made(saved)
+def _unpack(saved: Tensor | PackedView) -> Tensor:
+    return saved.unpack() if isinstance(saved, PackedView) else saved
 
 
-def _packing(forward: Callable[..., Any], recasts: bool) -> Callable[..., Any]:
+def _packing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def packing(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         shared = [leaf for leaf in tree_leaves((inputs[1:], named)) if isinstance(leaf, Tensor)]
-        packer = BlockPacker(inputs[0], shared, recasts=recasts)
+        packer = BlockPacker(inputs[0], shared)
         with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
             return forward(*inputs, **named)
 
     return packing
 
 
-def apply_activation_quantization(
-    blocks: Sequence[nn.Module], kinds: Sequence[RecomputeKind], *, recasts: bool = False
-) -> int:
+def apply_activation_quantization(blocks: Sequence[nn.Module], kinds: Sequence[RecomputeKind]) -> int:
     """Let the blocks of kind ``int8`` keep their activations in 8 bits, in place; return their number.
 
     Args:
         blocks: of one stage, in order.
         kinds: of treatment, for each block.
-        recasts: whether casts of parameters are repeated rather than saved (ZeRO-3).
     """
     chosen = [block for block, kind in zip(blocks, kinds, strict=True) if kind == "int8"]
     for block in chosen:
-        block.forward = _packing(block.forward, recasts)
+        block.forward = _packing(block.forward)
     return len(chosen)

@@ -112,6 +112,8 @@ class MemoryTrace(TorchDispatchMode):
             self._plain_resize = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # of a tensor that is made of others, its parts come by here
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             if (

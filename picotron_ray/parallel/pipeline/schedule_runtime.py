@@ -4,9 +4,9 @@ Torch builds its own looped schedules from rows of actions like these. That inte
 compares a list with the schedule of torch's that it spells out.
 
 Messages travel during computation. Torch's own 1F1B and GPipe wait for each message where they post it. Here
-no rank waits for its sends. A receive is posted one computation before the pass that needs it
-(`receive_early`), as far as the order of messages between the two ranks allows. Both ranks must post them in
-the same order, because under NCCL each would wait for the other otherwise.
+no rank waits for its sends. Where it may be (`may_receive_early`), a receive is posted one computation before
+the pass that needs it, as far as the order of messages between the two ranks allows. Both ranks must post
+them in the same order, because under NCCL each would wait for the other otherwise.
 """
 
 from __future__ import annotations
@@ -79,8 +79,18 @@ def build_runtime(
         runtime = ActionSchedule(stages, shape.micro_batches, schedule.rows(shape), **options)
     else:
         runtime = getattr(pipelining, schedule.torch_class)(stages, shape.micro_batches, **options)
-    receive_early(runtime, rank_of)
+    if may_receive_early(stages[0].device.type, len(set(rank_of.values()))):
+        receive_early(runtime, rank_of)
     return runtime
+
+
+def may_receive_early(device: str, ranks: int) -> bool:
+    """Whether receives may be posted ahead of sends to other ranks.
+
+    NCCL runs all messages of a group that was connected eagerly on one stream, in the order of their posting:
+    between three ranks or more an early receive would hold up the send that it waits for.
+    """
+    return device != "cuda" or ranks == 2
 
 
 def receive_early(schedule: _PipelineScheduleRuntime, rank_of: Mapping[int, int]) -> None:

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-OverlapMethod = Literal["none", "ring", "symmetric-memory"]
 ProductsCall = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], tuple[Tensor, ...]]
 
 

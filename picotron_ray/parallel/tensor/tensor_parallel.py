@@ -114,6 +114,7 @@ class TensorParallel:
             "positions": self.positions,
             "sequence": self.sequence,
             "gather_input": self.gather_input,
+            "sinks": self.sinks,
             "colwise": self.colwise,
             "rowwise": self.rowwise,
             "vocab_head": self.vocab_head,
@@ -170,6 +171,10 @@ class TensorParallel:
             lambda _, inputs: (_Gather.apply(inputs[0], self.group), *inputs[1:])
         )
 
+    def sinks(self, module: Any) -> None:
+        """Cut the logits of an attention's sinks, one a head."""
+        self._cut(module, 0, "sinks")
+
     def colwise(self, module: Any) -> None:
         """Cut the outputs; of an adapter what it raises to them, while its first half is whole."""
         self._cut(module, 0)
@@ -206,9 +211,11 @@ class TensorParallel:
         module.register_forward_hook(lambda _, inputs, output: _ReduceScatter.apply(output, self.group))
 
     def experts(self, module: Any) -> None:
-        """Cut the width of every expert."""
-        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+        """Cut the width of every expert; biases of results, which are whole, are added by the first rank."""
+        inner = ("gate_bias", "up_bias") if module.biased else ()
+        for name, dim in (("gate", 1), ("up", 1), ("down", 2), *((name, 1) for name in inner)):
             self._cut(module, dim, name)
+        module.adds_bias = self.index == 0
 
     def inner(self, module: Any) -> None:
         """Cut the inputs of a module whose sum another one takes."""

@@ -178,14 +178,15 @@ def _job(row: Mapping[str, Any], notes: SourceNotes) -> JobConfig | None:
         "kv_heads": model["heads"] if gpt else model["kv_heads"],
         **({"max_positions": model["seq"]} if gpt else {}),
     }
-    return parse_job(
+    job = parse_job(
         {
             "model": shape,
             "data": {"sequence_length": model["seq"], "global_batch": asked["global_batch_samples"]},
             "precision": _precision(asked["precision"]),
-            "kernels": {"compile": bool(row.get("compile"))},
         }
     )
+    compiled = {"compile": bool(row.get("compile"))}  # others compute fp8 without a compiler too
+    return job.model_copy(update={"kernels": job.kernels.model_copy(update=compiled)})
 
 
 def _precision(asked: str | None) -> str:

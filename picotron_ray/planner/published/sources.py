@@ -19,7 +19,7 @@ MEGATRON = SoftwareProfile(
     fp8_speedup=1.7,
 )
 MEGATRON_2022 = replace(MEGATRON, attention="unfused", gradient_bytes=2)
-FSDP = replace(OURS, sequence_parallel=False, gradient_bytes=4, gathered_bytes=2, wide_stream=False)
+FSDP = replace(OURS, sequence_parallel=False, gradient_bytes=4, gathered_bytes=2)
 MEGATRON_KERNEL_S = 1.7e-3
 
 

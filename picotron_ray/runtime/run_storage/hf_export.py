@@ -64,7 +64,7 @@ def export_hf(
     _check_same_model(job, found.manifest, storage)
     stored = _stored(job, found.manifest, weights)
     kept = hf_assets.load(storage)
-    if adapter and _adapters(job, found.manifest).keys() != _adapter_names(job):
+    if adapter and len(_adapters(found.manifest, stored)) < sum(map(is_adapter, stored)):
         raise ConfigError(
             f"--step: the commit of step {found.manifest.step} is what was imported, and has no adapters yet;"
             " take a later one"
@@ -79,7 +79,7 @@ def export_hf(
         raise ConfigError(f"--to: {folder} cannot be made: {error}; name another folder") from error
     try:
         if adapter:
-            written = _write_adapter(job, folder, found.manifest, storage, dtype, kept)
+            written = _write_adapter(job, folder, found.manifest, storage, dtype, kept, stored)
         else:
             written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
             hf_assets.write(folder, kept)
@@ -130,12 +130,13 @@ def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> N
 
 
 def _stored(job: JobConfig, manifest: Manifest, weights: str) -> dict[str, str]:
-    """By the name of a parameter, the stored tensor that is exported for it. Raises ConfigError."""
+    """By the name of a parameter, the stored tensor that is exported for it. Raises ConfigError.
+
+    Averages of LoRA are A's and B's, as evaluation takes them: their product is not the average of products.
+    """
     table = finetuned_table(job.model)
     if weights == "trained":
         return {spec.name: spec.name for spec in table}
-    if any(is_adapter(spec.name) for spec in table):
-        raise ConfigError("--weights: saw ema with model.lora, whose averages are not merged; export trained")
     there = manifest.tensors()
     missing = [spec.name for spec in table if spec.trained and AVERAGED + spec.name not in there]
     if missing:
@@ -152,34 +153,38 @@ def _tensors(
     """Name and tensor, in Hugging Face's terms."""
     import torch
 
-    from picotron_ray.checkpoint.torch_state import uncut
-
     shards: dict[str, Shard] = {name: parts[0].shard for name, parts in manifest.tensors().items()}
-    adapters = _adapters(job, manifest)
+    adapters = _adapters(manifest, stored)
     for held in hf.tensors(job.model, hf.architecture_of(job.model)):
-        names = [stored[name] for name in held.ours]
-        ours = uncut([shards[name] for name in names], CommitSource(storage, manifest))
+        ours = _values({name: shards[stored[name]] for name in held.ours}, storage, manifest)
         stems = {name.removesuffix(".weight") for name in held.ours}
-        added = [shard for name, shard in adapters.items() if name.rpartition(".")[0] in stems]
+        added = {name: shard for name, shard in adapters.items() if name.rpartition(".")[0] in stems}
         if added:
-            ours = merged(job, ours, uncut(added, CommitSource(storage, manifest)))
-        parts = [ours[name].to(getattr(torch, dtype)) for name in names]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+            ours = merged(job, ours, _values(added, storage, manifest))
+        parts = [ours[name].to(getattr(torch, dtype)) for name in held.ours]
+        if held.in_turns:
+            whole = torch.stack(parts, dim=2).flatten(1, 2)
+        else:
+            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         if held.rows is not None:
             whole = torch.empty_like(whole).index_copy_(0, torch.tensor(held.rows), whole)
-        whole = whole.T if held.transposed else whole
+        whole = whole.transpose(-1, -2) if held.transposed and whole.dim() > 1 else whole
         for name, part in zip(held.theirs, whole if held.stacked else [whole], strict=True):
             yield name, part.contiguous()
 
 
-def _adapter_names(job: JobConfig) -> set[str]:
-    return {spec.name for spec in finetuned_table(job.model) if is_adapter(spec.name)}
+def _adapters(manifest: Manifest, stored: Mapping[str, str]) -> dict[str, Shard]:
+    """One stored shard of every matrix of LoRA, by the parameter's name; none of an import."""
+    there, names = manifest.tensors(), filter(is_adapter, stored)
+    return {name: there[stored[name]][0].shard for name in names if stored[name] in there}
 
 
-def _adapters(job: JobConfig, manifest: Manifest) -> dict[str, Shard]:
-    """One shard of every matrix of LoRA in a commit, by name."""
-    wanted = _adapter_names(job)
-    return {name: parts[0].shard for name, parts in manifest.tensors().items() if name in wanted}
+def _values(shards: Mapping[str, Shard], storage: Storage, manifest: Manifest) -> dict[str, Any]:
+    """Whole tensors by the names that shards have here, which may not be those that they are stored by."""
+    from picotron_ray.checkpoint.torch_state import uncut
+
+    found = uncut(shards.values(), CommitSource(storage, manifest))
+    return {name: found[shard.name] for name, shard in shards.items()}
 
 
 def _write_adapter(
@@ -189,13 +194,12 @@ def _write_adapter(
     storage: Storage,
     dtype: str,
     kept: hf_assets.HfAssets | None,
+    stored: Mapping[str, str],
 ) -> int:
     """Write PEFT's files; returns how many hold tensors."""
     import torch
 
-    from picotron_ray.checkpoint.torch_state import uncut
-
-    found = uncut(_adapters(job, manifest).values(), CommitSource(storage, manifest))
+    found = _values(_adapters(manifest, stored), storage, manifest)
     values = {name: tensor.to(getattr(torch, dtype)) for name, tensor in found.items()}
     base = kept.origin.removeprefix(IMPORTED) if kept else None
     write_adapter(job, folder, values, base, transposed=job.model.family == "gpt2")

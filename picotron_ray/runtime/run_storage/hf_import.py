@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ from picotron_ray.models.huggingface.config import architecture_in, model_keys
 from picotron_ray.models.huggingface.mapping import Held
 from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.generation_entries import generation_body
+from picotron_ray.runtime.run_storage.hf_arrays import ours_of, their_shapes, unpacked
 from picotron_ray.runtime.run_storage.hf_files import Files, read_config
 from picotron_ray.runtime.run_storage.run_json import saved_config
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS, _BYTES = {"F64", "F32", "F16", "BF16"}, {"U8"}
 
 
 def model_section(folder: Path) -> dict[str, Any]:
@@ -79,8 +80,8 @@ def check_import(job: JobConfig, folder: Path) -> Files:
     expected: set[str] = set()
     shapes = {spec.name: spec.shape for spec in parameter_table(job.model)}
     for held in names.tensors(job.model, architecture_in(config), files.names):
-        shape = _their_shape(held, shapes)
-        for name in held.theirs:
+        allowed = _BYTES if held.packed else _FLOATS
+        for name, shape in zip(held.theirs, their_shapes(held, shapes), strict=True):
             expected.add(name)
             if name not in files.names:
                 problems.append(f"{folder}: tensor {name} is missing")
@@ -88,22 +89,13 @@ def check_import(job: JobConfig, folder: Path) -> Files:
             found, dtype = files.describe(name)
             if found != shape:
                 problems.append(f"{folder}: {name}: saw shape {list(found)}, expected {list(shape)}")
-            if dtype not in _FLOATS:
-                problems.append(f"{folder}: {name}: saw type {dtype}, expected one of {sorted(_FLOATS)}")
+            if dtype not in allowed:
+                problems.append(f"{folder}: {name}: saw type {dtype}, expected one of {sorted(allowed)}")
     extra = sorted(files.names - expected - names.ignored(job.model, files.names))
     problems += [f"{folder}: tensor {name} is not of this model" for name in extra]
     if problems:
         raise ConfigError(*problems[:20])
     return files
-
-
-def _their_shape(held: Held, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape that a tensor of the checkpoint must have."""
-    first, *rest = shapes[held.ours[0]]
-    if held.stacked:
-        return tuple(rest)
-    joined = (sum(shapes[name][0] for name in held.ours), *rest) if len(held.ours) > 1 else (first, *rest)
-    return joined[::-1] if held.transposed else joined
 
 
 def _same_model(ours: ModelConfig, theirs: ModelConfig) -> None:
@@ -167,8 +159,8 @@ def _refuse_unfinite(job: JobConfig, files: Files, architecture: str) -> None:
     """Training from NaN or infinity is lost from its first step; nothing is written before this."""
     dtype = master_type(job)
     for held in names.tensors(job.model, architecture, files.names):
-        for name in held.theirs:
-            if not np.isfinite(files.read(name, dtype)).all():
+        for name, values in _values(held, files, dtype):
+            if not np.isfinite(values).all():
                 raise ConfigError(
                     f"tensor {name}: saw NaN or infinite values as {dtype}, expected finite ones; the"
                     " checkpoint is damaged, or its values are beyond that type"
@@ -179,9 +171,15 @@ def _read(job: JobConfig, files: Files, architecture: str) -> Iterator[tuple[str
     dtype = master_type(job)
     shapes = {spec.name: spec.shape for spec in parameter_table(job.model)}
     for held in names.tensors(job.model, architecture, files.names):
-        parts = [files.read(name, dtype) for name in held.theirs]
-        whole = np.stack(parts) if held.stacked else parts[0]
-        whole = whole.T if held.transposed else whole
-        whole = whole if held.rows is None else whole[list(held.rows)]
-        ends = np.cumsum([shapes[name][0] for name in held.ours])
-        yield from zip(held.ours, np.split(whole, ends[:-1]), strict=True)
+        parts = [values for _, values in _values(held, files, dtype)]
+        yield from zip(held.ours, ours_of(held, parts, shapes), strict=True)
+
+
+def _values(held: Held, files: Files, dtype: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Tensors of a checkpoint by name, in ``dtype``; of packed ones what they stand for, by the first's."""
+    if held.packed:
+        blocks, scales = (files.read(name, "uint8") for name in held.theirs)
+        yield held.theirs[0], unpacked(blocks, scales, dtype)
+        return
+    for name in held.theirs:
+        yield name, files.read(name, dtype)

@@ -203,6 +203,7 @@ class LifeSign:
         self._said: dict[str, Any] = {}
         self._over = threading.Event()
         self._one = threading.Lock()
+        self._listing = threading.Lock()
         self._puts: list[threading.Thread] = []
         self._thread: threading.Thread | None = None
 
@@ -238,19 +239,24 @@ class LifeSign:
 
     def _keep_signing(self) -> None:
         while not self._over.is_set():
-            self._puts = [put for put in self._puts if put.is_alive()]
-            if (
-                len(self._puts) < MOST_PUTS
-            ):  # each on a thread of its own: one that hangs is in no other's way
-                put = threading.Thread(target=self._sign, name="life-put", daemon=True)
-                self._puts.append(put)
-                put.start()
+            self._begin_put()
             self._over.wait(LIFE_S)
+
+    def _begin_put(self) -> None:
+        """Sign on a thread of its own: one that hangs is in no other's way. What the end finds has begun."""
+        with self._listing:
+            self._puts = [put for put in self._puts if put.is_alive()]
+            if len(self._puts) < MOST_PUTS and not self._over.is_set():
+                put = threading.Thread(target=self._sign, name="life-put", daemon=True)
+                put.start()
+                self._puts.append(put)
 
     def _sign_last(self, status: str) -> None:
         """Say that the run has ended, after what is under way, which would say later that it goes on."""
         until_s = time.monotonic() + END_S / 2
-        for put in list(self._puts):
+        with self._listing:
+            puts = list(self._puts)
+        for put in puts:
             put.join(max(until_s - time.monotonic(), 0.0))
         self._sign(status)
 

@@ -11,4 +11,4 @@ def choose_allocator(strategy: str) -> None:
     """Set the options of ``memory.allocator``; ``auto`` leaves those of torch's environment variable."""
     options = ALLOCATOR_OPTIONS[strategy]
     if options:
-        torch.cuda.memory._set_allocator_settings(options)
+        torch._C._accelerator_setAllocatorSettings(options)

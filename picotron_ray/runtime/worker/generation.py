@@ -28,7 +28,6 @@ from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.store.verify import quarantine_chunk
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
 from picotron_ray.comm.process_groups import ProcessGroups
-from picotron_ray.config.settings import with_settings
 from picotron_ray.config.support.kernels import compiles
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome, OutcomeKind
 from picotron_ray.data.loader import BatchLoader
@@ -40,7 +39,7 @@ from picotron_ray.runtime.worker.compile_phase import compile_phase
 from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.generation_words import applied_words, policy_words, tell
 from picotron_ray.runtime.worker.growth_phase import growth_phase
-from picotron_ray.runtime.worker.outcomes import facts_of, judge
+from picotron_ray.runtime.worker.outcomes import facts_of, judge, loads_told
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
 from picotron_ray.runtime.worker.replicas import check_of
 from picotron_ray.runtime.worker.resources import WorkerResources
@@ -50,6 +49,7 @@ from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.loop import Loop, Requests
+from picotron_ray.train.passes import silent
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
 from picotron_ray.train.state_copies import StateCopies, state_copies
 from picotron_ray.train.step_sync import STOP
@@ -66,7 +66,7 @@ class GenerationRun:
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
         self.spec = spec
-        self._job = with_settings(resources.job, spec.settings)
+        self._job = resources.job_of(spec)
         self.outcome: Outcome | None = None
         self.done = threading.Event()
         self._resources = resources
@@ -81,12 +81,9 @@ class GenerationRun:
         self._snapshots: Snapshotter | None = None
         self._loader: BatchLoader | None = None
         self._memory = GenerationMemory(resources, self._job, spec, self.rank)
-        self._work = StepWork.of(
-            spec.layout,
-            self._job.data.global_batch,
-            warm=resources.stepped.issuperset(member.worker for member in spec.members),
-            compiles=compiles(self._job),
-        )
+        warm = resources.stepped.issuperset(member.worker for member in spec.members)
+        rows = self._job.data.global_batch
+        self._work = StepWork.of(spec.layout, rows, warm=warm, compiles=compiles(self._job))
         self._groups = ProcessGroups(
             host=store[0],
             port=store[1],
@@ -132,6 +129,7 @@ class GenerationRun:
             if kind is FailureKind.FAILED:
                 log.exception("generation %s failed on rank %d", self.spec.id, self.rank)
             error.__traceback__ = None  # its frames hold the model and the groups
+        facts["expert_loads"] = loads_told(self._engine, self.spec.layout, self.rank)
         try:
             step = self._leave()
         except Exception as error:
@@ -199,6 +197,7 @@ class GenerationRun:
             tools=resources.tools.join(self.rank, self._requests, self._engine),
             replicas=check_of(self._job, spec, self.rank, self._engine, resources.device),
             check_peers=self._groups.check,
+            tell=partial(tell, spec, self.rank) if self.rank == 0 else silent,
         )
         resources.limit_memory()  # the threads' stacks are there by now
         page.put(restored_at_s=time.time())
@@ -228,7 +227,7 @@ class GenerationRun:
         if source.kind == "init":
             if self._job.init_from.run is not None:
                 raise StorageError(f"the commit of run {self._job.init_from.run} to start from is gone")
-            engine.initialise(self._job.seed, resources.page.moved)
+            engine.initialise(self._job.seed, resources.page.moved, resources.made)
             self._initial_weights = VERSION if self._job.model.builder is None else None
         elif source.kind == "slots":
             self._restore_slots(engine)

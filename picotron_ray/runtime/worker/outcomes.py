@@ -1,4 +1,4 @@
-"""Judgement of the error that ended a generation, in the words that the coordinator's machine knows."""
+"""Words of a member on the generation that it leaves, as the coordinator's machine knows them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from picotron_ray.coordinator.codec import decode_divergence
-from picotron_ray.coordinator.messages import OutcomeKind, Source
+from picotron_ray.coordinator.messages import ExpertLoads, OutcomeKind, Source
 from picotron_ray.errors import CorruptError, DivergedError, NumericsError, SlotUnreachableError
 from picotron_ray.failures import FailureKind
+from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.worker.memory_limit import out_of_memory
+from picotron_ray.train.engine import Engine
 
 
 def judge(
@@ -47,3 +49,14 @@ def facts_of(error: Exception) -> dict[str, Any]:
         found = decode_divergence(error.found)
         return {"divergence": found, "bad_step": found.step}
     return {}
+
+
+def loads_told(engine: Engine | None, layout: Layout, rank: int) -> tuple[ExpertLoads, ...]:
+    """Return the loads of experts in this rank's layers; nothing where others of its stage tell them.
+
+    The first and the last replica do: where one is lost with its node, the other is elsewhere, as a rule.
+    """
+    teller = layout.replica(rank) in (0, layout.replicas - 1) and not layout.coordinates(rank).tp
+    if engine is None or not teller:
+        return ()
+    return tuple(ExpertLoads(*told) for told in engine.expert_balance.recent().items())

@@ -11,6 +11,9 @@ import torch
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.settings import with_settings
+from picotron_ray.config.support.fast_path import settled
+from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.dataset import DataSplits
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.telemetry_page import SUFFIX, TelemetryPage
@@ -18,6 +21,7 @@ from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.remote_slots import Find
 from picotron_ray.runtime.worker.tools.worker_tools import WorkerTools
 from picotron_ray.train.precision.gradient_variability import GradientVariability
+from picotron_ray.train.training_state import MadeWeights
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class WorkerResources:
     )  # measured bytes over the planner's, by class of memory, newest last
     stepped: frozenset[str] = frozenset()  # members of the last generation that took a step
     telemetry: TelemetryPage | None = None  # where steps are measured
+    made: MadeWeights | None = None  # initial weights, kept for generations that begin anew; None: not kept
     limited: bool = False  # its memory, from the first generation's first step on
     tools: WorkerTools = field(init=False)
 
@@ -51,6 +56,10 @@ class WorkerResources:
         telemetry = None if self.telemetry is None else self.folder / f"{self.worker}{SUFFIX}"
         folder = self.ledger or self.folder
         self.tools = WorkerTools(self.job, self.page, self.worker, folder, self.device, telemetry, self.data)
+
+    def job_of(self, spec: GenerationSpec) -> JobConfig:
+        """Return the job as a generation runs it: with its settings, and what ``auto`` comes to in it."""
+        return settled(with_settings(self.job, spec.settings), self.device.type, spec.layout)
 
     def limit_memory(self) -> None:
         """Hold the process to ``cluster.worker_memory_bytes`` from now on, where it is not yet."""

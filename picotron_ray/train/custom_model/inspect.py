@@ -64,7 +64,7 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
     plan = read_plan(model)
     blocks = find_blocks(module, plan)
     _check_ties(module, blocks)
-    if job.kernels.compile:
+    if job.kernels.compile is True:
         check_compiles(trial.module, trial.tokens, blocks)
     hidden, activations = _measure(trial, blocks)
     pipeline, no_pipeline = find_pipeline(trial, plan, blocks)

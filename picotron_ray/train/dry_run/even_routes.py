@@ -1,86 +1,50 @@
 """Values that a dry run knows without computing: routes of a mixture, spread evenly over its experts.
 
-Shapes behind a router depend on how many rows each expert gets. Here every expert gets as many (the first
-ones one more where they do not divide), on every rank of the ep group. Fake tensors carry small constants
-along; here they carry these counts, and all that is computed from them.
+Shapes behind a router may depend on how many rows each expert gets. Where the host asks for that
+(`models.layers.expert_counts`), here every expert gets as many, the first ones one more where they do not
+divide, on every rank of the ep group.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._subclasses.fake_tensor as fake_tensors
 from torch import Tensor
 
-MOST = 2**31
-"""Elements of a constant; torch's own limit is one."""
+from picotron_ray.models.layers import expert_counts
+from picotron_ray.parallel.expert import expert_parallel
+
+
+def even_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Stand for `expert_counts.read_counts`: ``total`` in as many parts as there are experts.
+
+    >>> even_counts(torch.empty(2, 3), 7)
+    [[3, 2, 2], [3, 2, 2]]
+    """
+    kinds, experts = counts.shape
+    whole, rest = divmod(total, experts)
+    return [[whole + (expert < rest) for expert in range(experts)] for _ in range(kinds)]
 
 
 @contextlib.contextmanager
-def counts_are_carried() -> Iterator[None]:
-    """Enter fake tensors whose constants may have any number of elements."""
-    with patch.object(fake_tensors, "CONSTANT_NUMEL_LIMIT", MOST):
+def routes_are_even() -> Iterator[None]:
+    """Enter routes that spread evenly."""
+    with (
+        patch.object(expert_counts, "read_counts", even_counts),
+        patch.object(expert_parallel, "read_counts", even_counts),
+    ):
         yield
 
 
 def known_result(func: Any, args: Any) -> Any:
-    """The result of an operator whose value decides on shapes; None for all others.
-
-    What the host reads is a constant's value where there is one, else 1. No assignment of a token is dropped
-    (``count_nonzero``), and experts get as many as each other (``bincount``).
-    """
-    if func not in KNOWN or not hasattr(args[0], "fake_mode"):
+    """The result of an operator that reads a number: 1, whatever the tensor; None for all others."""
+    if func is not torch.ops.aten._local_scalar_dense.default or not hasattr(args[0], "fake_mode"):
         return None
-    return KNOWN[func](*args)
-
-
-def _read(tensor: Any) -> float | int:
+    tensor = args[0]
     if tensor.constant is not None:
-        value: float | int = tensor.constant.item()
-        return value
+        return tensor.constant.item()
     return 1.0 if tensor.is_floating_point() else 1
-
-
-def _none_dropped(tensor: Any) -> Any:
-    with fake_tensors.unset_fake_temporarily():
-        found = torch.zeros((), dtype=torch.int64)
-    return _constant(tensor.fake_mode, found)
-
-
-def _even_counts(experts: Any, weights: None, number: int) -> Any:
-    """Counts ``[number]`` of so many assignments, as even as they go."""
-    whole, rest = divmod(experts.numel(), number)
-    with fake_tensors.unset_fake_temporarily():
-        counts = torch.full((number,), whole, dtype=torch.int64)
-        counts[:rest] += 1
-    return _constant(experts.fake_mode, counts)
-
-
-KNOWN: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._local_scalar_dense.default: _read,
-    torch.ops.aten.count_nonzero.default: _none_dropped,
-    torch.ops.aten.bincount.default: _even_counts,
-}
-
-
-def exchanged(func: Any, args: Any) -> Any:
-    """Counts that an all-to-all will bring: as many as are sent, since every rank routes alike.
-
-    Forgets what is received into: torch would exchange constants for real.
-
-    Returns:
-        The constant to give to the received tensor afterwards; None where nothing is known.
-    """
-    if func is not torch.ops.c10d.alltoall_base_.default or getattr(args[1], "constant", None) is None:
-        return None
-    args[0].constant = None
-    with fake_tensors.unset_fake_temporarily():
-        return args[1].constant.clone()
-
-
-def _constant(mode: Any, values: Tensor) -> Any:
-    return mode.fake_tensor_converter.from_real_tensor(mode, values, make_constant=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import overlap_method
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
@@ -130,7 +131,9 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     Raises:
         LayoutError: the layout cannot be applied.
     """
-    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
+    overlap = {"tp_overlap": overlap_method(job, job.cluster.device, layout)}  # what the plan's device does
+    cluster = job.cluster.model_copy(update={"device": "cpu"})
+    job = job.model_copy(update={"cluster": cluster, "kernels": job.kernels.model_copy(update=overlap)})
     whole = layout.micro_batches(job.data.global_batch)
     count, ranks = min(whole, PASSES * layout.pp), _ranks(job, layout)
     peak = max(_predicted(job, layout, rank) for rank in range(layout.pp))

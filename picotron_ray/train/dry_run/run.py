@@ -33,12 +33,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh, make_mesh
 from picotron_ray.train.dry_run.call_order import Call
-from picotron_ray.train.dry_run.even_routes import counts_are_carried
+from picotron_ray.train.dry_run.even_routes import routes_are_even
 from picotron_ray.train.dry_run.step_counter import StepCounter
 from picotron_ray.train.engine import Engine
 from picotron_ray.train.step_sync import Contribution, gather, to_host
@@ -130,7 +131,7 @@ def _fake_tensors() -> Iterator[None]:
         warnings.simplefilter("ignore", UserWarning)  # of gradients and addresses that fake tensors lack
         _forget_tables()
         try:
-            with fake, counts_are_carried():
+            with fake, routes_are_even():
                 yield
         finally:
             _forget_tables()
@@ -147,7 +148,7 @@ def _forget_tables() -> None:
 
 
 def _stepped(job: JobConfig, mesh: Mesh, counter: StepCounter) -> DryRun:
-    engine = Engine(job, mesh, torch.device("cpu"))
+    engine = Engine(settled(job, job.cluster.device), mesh, torch.device("cpu"))
     batch = token_batch(job, mesh.layout, mesh.at.dp)
     for _ in range(STEPS):
         counter.begin_step()

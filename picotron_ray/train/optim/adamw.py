@@ -40,10 +40,12 @@ def update(
         squares: the second.
         step: the update's number, from 1: the bias correction's exponent.
     """
+    if not weights:
+        return
     # A counter per tensor, which torch counts up by one before using it. The fused kernel reads it on the
     # device, foreach on the host: else it would wait for the device.
-    devices = (w.device if fused else torch.device("cpu") for w in weights)
-    steps = [torch.full((), step - 1, dtype=torch.float32, device=device) for device in devices]
+    device = weights[0].device if fused else torch.device("cpu")
+    steps = list(torch.full((len(weights),), step - 1, dtype=torch.float32, device=device).unbind())
     adamw(
         list(weights),
         list(gradients),

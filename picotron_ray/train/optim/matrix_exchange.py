@@ -18,7 +18,7 @@ from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.parallel.shard_boxes import local_box
+from picotron_ray.parallel.shard_boxes import local_boxes
 
 ROUND_ELEMENTS = 32 * 2**20
 """Elements of whole matrices that a rank works on at a time; a larger matrix is a round of its own."""
@@ -26,7 +26,7 @@ ROUND_ELEMENTS = 32 * 2**20
 Parts = tuple[tuple[int, Box], ...]
 """Parts of a matrix, each with the rank that holds it."""
 
-BoxOf = Callable[[ParameterSpec, Layout, int], Box]
+BoxesOf = Callable[[ParameterSpec, Layout, int], Sequence[Box]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def assign_owners(
     specs: Sequence[ParameterSpec],
     layout: Layout,
     rank: int,
-    box_of: BoxOf = local_box,
+    boxes_of: BoxesOf = local_boxes,
     most: int = ROUND_ELEMENTS,
 ) -> list[list[Matrix]]:
     """Assign the matrices of one pipeline stage to owners, in rounds that bound an owner's memory.
@@ -97,7 +97,7 @@ def assign_owners(
     Args:
         specs: the matrices' parameters on this rank's stages, in one order on all of their ranks. Parameters
             of which this rank's box is empty count too.
-        box_of: returns the box of a parameter that a rank holds.
+        boxes_of: returns the boxes of a parameter that a rank holds.
         most: elements of whole matrices that an owner takes per round.
 
     Raises:
@@ -108,9 +108,9 @@ def assign_owners(
     alike: dict[tuple[object, ...], list[_HeldMatrix]] = {}  # layers are: each kind is looked at once
     matrices: list[tuple[str, _HeldMatrix]] = []
     for spec in specs:
-        kind = (spec.shape, spec.tp_dim, spec.expert)
+        kind = (spec.shape, spec.tp_dim, spec.expert and (True, layout.experts_of(spec.layer)))
         if kind not in alike:
-            held = [(other, box_of(spec, layout, other)) for other in ranks]
+            held = [(other, box) for other in ranks for box in boxes_of(spec, layout, other)]
             alike[kind] = [_held(spec.name, box, held) for box in _boxes(spec)]
         matrices += [(spec.name, found) for found in alike[kind]]
     work: Counter[int] = Counter()

@@ -100,7 +100,11 @@ class Muon:
 
     def _part(self, tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
         """Return the part of this rank's tensor of a parameter that a box covers, as a view."""
-        return tensors[name][region(box, self._parameters[name].box)]
+        for held, rows in self._parameters[name].parts(tensors[name]):
+            if held.intersect(box) == box:
+                found: Tensor = rows[region(box, held)]
+                return found
+        raise AssertionError(f"{name}: this rank does not hold {box}")
 
     def _gather(
         self, matrices: Sequence[Matrix], route: Route, gradients: Mapping[str, Tensor]

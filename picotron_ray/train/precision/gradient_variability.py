@@ -42,6 +42,15 @@ class GradientVariability:
             self._mean[part] += share * moved
             self._variance[part] = (1.0 - share) * (self._variance[part] + share * moved * moved)
 
+    @property
+    def steps(self) -> int:
+        """Steps that were observed."""
+        return self._steps
+
+    def logarithm(self, part: int) -> tuple[float, float]:
+        """Mean and standard deviation of the logarithm of a part's norm; NaN where nothing is known."""
+        return self._mean[part], math.sqrt(self._variance[part])
+
     def margins(self, parts: int) -> list[float]:
         """Return each part's factor of one standard deviation; 1 where nothing is known."""
         return [math.exp(math.sqrt(value)) for value in self._variance] or [1.0] * parts

@@ -1,9 +1,13 @@
-"""The precision of a job: parameters, gradients, moments and reductions keep master precision.
+"""The precision of a job: what is updated, kept and added up, and what computes and travels.
 
-bf16 and fp16 run matrix products in their format under autocast, tf32 in the format of NVIDIA's tensor cores.
-Weights, gradients, moments, reductions and the residual stream stay fp32: casting the parameters themselves
-would lose small updates. fp8 computes the products of linear layers inside blocks (`parallel.precision.fp8`)
-and leaves the rest to bf16. fp16 scales its loss (`loss_scaler`).
+Under bf16 and fp16 weights compute and are gathered in 16 bits; so are the residual stream and what tensor,
+pipeline, context and expert parallelism send. The weights that are updated and kept, their moments, the sums
+of gradients, norms, routers, rotary positions and losses stay fp32: casting the parameters themselves would
+lose small updates. fp8 computes the products of linear layers inside blocks (`parallel.precision.fp8`) and
+leaves the rest to bf16. fp16 scales its loss (`loss_scaler`). tf32 is a format of NVIDIA's matrix products.
+
+Under adaptive precision all of it is fp32 but the products of the parts that bear it, by torch's autocast:
+which parts do is known only while the run goes on, and weights that were rounded once are no measure of it.
 """
 
 from __future__ import annotations
@@ -12,18 +16,33 @@ import torch
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.precision import precision_problem
+from picotron_ray.config.validation.layout import splits_backward
 from picotron_ray.errors import LayoutError
+from picotron_ray.parallel.mesh import Mesh
+from picotron_ray.parallel.precision.compute_weights import ComputeWeights
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+def compute_dtype(job: JobConfig) -> torch.dtype | None:
+    """Return the type of weights as they compute, and of the residual stream; None: the master type."""
+    return None if job.adaptive_precision.error_bound is not None else NARROW.get(job.precision)
+
+
+def compute_weights(job: JobConfig, mesh: Mesh) -> ComputeWeights:
+    """Make what holds a rank's weights as they compute, where FSDP does not."""
+    wide = job.precision == "fp8" or splits_backward(job, mesh.layout)
+    return ComputeWeights(compute_dtype(job), wide=wide, sharing=mesh.sharing)
 
 
 def autocast_dtype(job: JobConfig) -> torch.dtype | None:
-    """Return the type of matrix products under autocast; None: that of the parameters."""
-    return AUTOCAST.get(job.precision)
+    """Return the type of matrix products under autocast; None: there is none (`parallel.precision`)."""
+    mixed = job.adaptive_precision.error_bound is not None or job.model.builder is not None
+    return NARROW.get(job.precision) if mixed else None
 
 
 def master_dtype(job: JobConfig) -> torch.dtype:
-    """Return the type of parameters, gradients and optimizer moments."""
+    """Return the type of weights as they are updated and kept, of summed gradients and of moments."""
     return torch.float64 if job.precision == "fp64" else torch.float32
 
 

@@ -19,11 +19,12 @@ from picotron_ray.bench.gpu.bench import (
     GpuOptions,
     assembled,
     bench_service,
+    earlier_parts,
     place_of,
     run_parts,
     work_of,
 )
-from picotron_ray.bench.gpu.recovery import step_figures
+from picotron_ray.bench.gpu.recovery import ranks_of, step_figures
 from picotron_ray.bench.gpu.report import lines
 from picotron_ray.bench.gpu.tests_part import summed_up
 from picotron_ray.comm.device_claim import claim_index
@@ -84,7 +85,10 @@ def test_a_part_that_fails_or_is_left_out_says_why_and_the_others_go_on(tmp_path
         "service": "Ray is not installed",
     }
     place, options = Devices("cuda", "NVIDIA H200", 2), GpuOptions(tmp_path)
-    found = assembled(place, options, run_parts(works, told.append))
+    kept: list[set[str]] = []
+    parts = run_parts(works, told.append, lambda found: kept.append(set(found)))
+    found = assembled(place, options, parts)
+    assert [len(names) for names in kept] == [1, 2, 3, 4, 5], "after each part"
     assert json.loads(json.dumps(found)) == found
     assert found["left_out"] == {"service": "Ray is not installed"}
     assert found["failed"] == {
@@ -95,10 +99,10 @@ def test_a_part_that_fails_or_is_left_out_says_why_and_the_others_go_on(tmp_path
     assert (found["device"]["name"], found["rehearsal"]) == ("NVIDIA H200", False)
     assert "kill: done" in told
     assert "service: left out: Ray is not installed" in told
-    head, *parts = lines(found)
+    head, *shown = lines(found)
     assert head.startswith("2 x NVIDIA H200 on ")
-    assert [line.split()[0] for line in parts] == list(works)
-    assert "1 passed, 1 skipped" in parts[0]
+    assert [line.split()[0] for line in shown] == list(works)
+    assert "1 passed, 1 skipped" in shown[0]
 
 
 def test_a_report_of_tests_is_counted() -> None:
@@ -174,3 +178,24 @@ def test_a_rehearsal_goes_through_every_part(tmp_path: Path) -> None:
     assert found["parts"]["mfu"]["found"]["peers_left_out"].keys() == {"picotron", "torchtitan"}
     assert found["parts"]["kill"]["found"]["kills"][0]["resume_step"] > 0
     assert found["parts"]["service"]["found"]["failures"]
+
+
+def test_parts_that_are_not_asked_for_stay(tmp_path: Path) -> None:
+    file, parts = tmp_path / "one.json", {"mfu": {"status": "done"}, "kill": {"status": "failed", "why": "x"}}
+    place = Devices("cuda", "NVIDIA H200", 1)
+    asked = GpuOptions(tmp_path, quick=True, parts="kill,tests")
+    assert earlier_parts(file, asked) == {}
+    file.write_text(json.dumps(assembled(place, GpuOptions(tmp_path, quick=True), parts)))
+    assert earlier_parts(file, asked) == {"mfu": {"status": "done"}}
+    for text in ("{", "{}", "[]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="which is no result of bench gpu"):
+            earlier_parts(file, asked)
+
+
+def test_parts_take_jobs_of_their_recipes(tmp_path: Path) -> None:
+    """A recipe's schedule is longer than a benchmark."""
+    for sizes in (bench.ON_GPUS, bench.QUICK):
+        words = bench.small_overrides(sizes, tmp_path)
+        with ranks_of(sizes.small, words, "cpu", steps=20) as (job, _):
+            assert job.steps == 20

@@ -43,7 +43,14 @@ def test_switches_and_the_plain_loop(tmp_path: Path) -> None:
     rate, peak = found["tokens_per_s"]["median"], found["peak"]["flops_per_s"]
     assert found["mfu"] == pytest.approx(rate * found["formula"]["flops_per_token"] / peak)
     assert 2**26 < found["peak_bytes"] < 2**31
+    alone, with_snapshots = found["loop"]["loop, no snapshots"], found["loop"]["loop, snapshots"]
+    assert (alone["snapshots"], alone["steps"], alone["interval_steps"]) == (0, 2, None)
+    assert with_snapshots["snapshots"] >= 1
+    assert with_snapshots["steps"] >= 2
+    assert with_snapshots["snapshot_s"] > 0
     assert "MFU " in done.stdout
+    assert "x 1.000 of those without" not in done.stdout
+    assert "loop, snapshots" in done.stdout
     assert "measured: the fastest 1024 x 1024 fp32 matrix product" in done.stdout
 
 
@@ -83,6 +90,19 @@ def test_two_workers_by_the_engine_and_the_plain_loop(pool: Pool) -> None:
     for ours, plain, phases in pool.run(2, bench_jobs.segments, ["layout.zero=3"]):
         assert [len(found["steps_s"]) for found in (ours, plain)] == [2, 2]
         assert set(phases["phases_s"]) == {"data", "forward", "backward", "reduce", "clip", "optimizer"}
+
+
+def test_the_loop_of_workers_takes_its_snapshots(pool: Pool) -> None:
+    """Both ways in one process, one of them twice: slots and initial weights stay."""
+    zero, *others = pool.run(2, bench_jobs.by_the_loop, ["snapshot.interval_steps=2"])
+    alone, with_snapshots, again = zero
+    assert len(alone["steps_s"]) == 3
+    assert alone["loop"]["snapshots"] == 0
+    for found in (with_snapshots, again):
+        assert len(found["steps_s"]) == 4, "two whole intervals"
+        assert found["loop"]["snapshots"] == 2
+    for rank in others:
+        assert [found["steps_s"] for found in rank] == [[], [], []], "rank 0 times"
 
 
 def test_bubble_is_what_a_stage_waits(pool: Pool) -> None:

@@ -17,7 +17,9 @@ from picotron_ray.bench.recovery.peers import replica as replicas
 from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.config.load import load_job
 from picotron_ray.layout.layout import Layout
+from picotron_ray.train.engine import build_engine
 from picotron_ray.train.optim.lr_schedule import learning_rate
+from picotron_ray.train.training_state import MadeWeights
 
 JOB = load_job("tiny", ["seed=5", "steps=40"])
 BATCH: Any = SimpleNamespace(step=3, tokens=torch.zeros(3, 2, 4))
@@ -34,7 +36,7 @@ def test_a_step_of_the_engine() -> None:
 
     engine: Any = SimpleNamespace(
         job=JOB,
-        initialise=lambda seed: calls.append(f"seed {seed}"),
+        initialise=lambda seed, made: calls.append(f"seed {seed}"),
         gradients_of=gradients_of,
         optimizer_step=calls.append,
         close=lambda: calls.append("close"),
@@ -118,3 +120,21 @@ def test_a_replica_clips_where_the_job_says_so(clip_norm: str, norm: float) -> N
     )
     Replica.clip(own)
     assert float(weight.grad.norm()) == pytest.approx(norm, rel=1e-4)
+
+
+def test_engines_of_a_benchmark_share_what_was_made() -> None:
+    """The second one makes nothing, and begins alike."""
+    made: MadeWeights = {}
+
+    def weights() -> list[torch.Tensor]:
+        engine = build_engine(JOB, Layout(micro_batch=2), 0, None, torch.device("cpu"))
+        engine.initialise(3, made=made)
+        found = [item.tensor.clone() for item in engine.weights()]
+        engine.close()
+        return found
+
+    first, count = weights(), len(made)
+    for key in made:
+        made[key] = made[key] + 1
+    assert len(made) == count > 0
+    assert all(torch.equal(b, a + 1) for a, b in zip(first, weights(), strict=True))

@@ -16,7 +16,7 @@ from picotron_ray.bench.mfu.settings import Setting, base_setting
 from picotron_ray.bench.mfu.worker import Segments, WorkerPlace
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import PicotronError
-from picotron_ray.train.engine import silent
+from picotron_ray.train.passes import silent
 
 CPU = torch.device("cpu")
 BASE = base_setting("tiny", [], 1, "cpu")
@@ -91,7 +91,7 @@ def test_phases_are_per_step_and_a_pipelines_stages_mark_their_own(
     monkeypatch.setattr(worker, "stages_timed", lambda watch: (timed.append(watch), stages_timed(watch))[1])
     base = base_setting("tiny", [f"layout.pp={pp}"], pp, "cpu")
     found = segments(training, monkeypatch, base).run("p", 0, phases=True)
-    assert found == {"phases_s": {"data": 2.0, phase: 0.5}}
+    assert found == {"phases_s": {"data": 2.0, phase: 0.5}, "applied": []}
     assert training.steps == [1, 2, 3, 4, 5]
     assert [watch.marks for watch in watches] == [["data", phase] * 3 + ["end"]]
     assert timed == (watches if pp == 2 else [])
@@ -102,7 +102,10 @@ def test_a_refusal_is_a_line_and_leaves_nothing_open(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(error)
-    assert segments(training, monkeypatch).run("p", 0, phases=False) == {"refused": "no room"}
+    assert segments(training, monkeypatch).run("p", 0, phases=False) == {
+        "refused": "no room",
+        "by_peer": False,
+    }
     assert training.closed == 1
 
 

@@ -21,7 +21,7 @@ def test_closing_does_not_wait_for_an_operation_that_still_runs(pool: Pool) -> N
     assert seen["took"] < TIMEOUT_S / 2, f"close took {seen['took']:.1f} s"
     assert seen["behind"]
     assert seen["next"] == 1.0
-    assert seen["more"] == 0, f"{seen['more']} threads of gloo outlived the operation's timeout"
+    assert seen["more"] <= 0, f"{seen['more']} threads of gloo outlived the operation's timeout"
 
 
 @pytest.mark.deep

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 
 from picotron_ray.comm import torch_groups
-from picotron_ray.parallel.memory.weight_casts import of_a_parameter
+from picotron_ray.parallel.memory.saved_parameters import of_a_parameter
 from picotron_ray.parallel.pipeline.schedule_runtime import SENDS
 
 OPERATORS = {
@@ -168,8 +168,14 @@ def test_meshes_find_their_groups_by_name(alone: Any) -> None:
     assert list(mesh._dim_group_names) == [alone.group_name]
 
 
+def test_a_pipelines_first_messages_can_be_left_out() -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    assert callable(PipelineStage._get_init_p2p_neighbors_ops)
+
+
 def test_the_allocators_settings_can_be_changed() -> None:
-    assert callable(torch.cuda.memory._set_allocator_settings)
+    assert callable(torch._C._accelerator_setAllocatorSettings)
 
 
 def test_the_compilers_limits_are_settings() -> None:

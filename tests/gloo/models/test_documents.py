@@ -35,6 +35,7 @@ from tests.support.gloo.pool import Pool
 
 pytestmark = pytest.mark.gloo
 WINDOW = ModelConfig(**{**MODEL.model_dump(), "sliding_window": 3})
+GPT2 = ModelConfig(**{**MODEL.model_dump(), "family": "gpt2", "max_positions": 16, "kv_heads": 4})
 KERNELS = pytest.mark.parametrize(
     "kernel", [MathKernel(), CpuFlash()], ids=lambda kernel: type(kernel).__name__
 )
@@ -78,13 +79,14 @@ def random_model(config: ModelConfig, backend: str = "") -> Transformer:
         (MODEL, "", (5, 8)),
         (MODEL, "math", (1, 12)),
         (WINDOW, "", (6, 7)),
+        (GPT2, "", (5, 8)),
         (
             MODEL,
             "flash",
             (600, 40),
         ),  # the kernel's first block of 512 keys is hidden from the second document
     ],
-    ids=["sdpa", "math", "window", "flash"],
+    ids=["sdpa", "math", "window", "learned-positions", "flash"],
 )
 @torch.no_grad()
 def test_a_packed_document_has_the_logits_that_it_has_alone(
@@ -159,11 +161,17 @@ LAYOUTS = [
     (Layout(dp=2, cp=2, zero=3, micro_batch=2), 7, MODEL),
     (Layout(tp=2, cp=2, micro_batch=5, recompute="selective"), 10, MODEL),
     (Layout(pp=2, micro_batch=2, schedule="zbv", virtual_stages=2), 10, MIXTURE),
+    (Layout(dp=2, cp=2, zero=3, micro_batch=2), 7, GPT2),
+    (Layout(cp=2, tp=2, micro_batch=5), 10, GPT2),
+    (Layout(cp=2, pp=2, micro_batch=2, context="ulysses"), 10, GPT2),
+    (Layout(cp=4, micro_batch=5, context="all-gather"), 10, GPT2),
+    (Layout(dp=2, pp=2, micro_batch=2, schedule="zbv", virtual_stages=2), 7, GPT2),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "model"), thinned(LAYOUTS, (0, 4, 6), lambda layout, *_: str(layout))
+    ("layout", "rows", "model"),
+    thinned(LAYOUTS, (0, 4, 6, 8), lambda layout, _, model: f"{layout}-{model.family}"),
 )
 def test_every_layout_equals_one_process(pool: Pool, layout: Layout, rows: int, model: ModelConfig) -> None:
     job = documents_job("adamw", rows, model)

@@ -24,6 +24,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": "Gemma3Text",
     "DeepseekV2ForCausalLM": "DeepseekV2",
     "DeepseekV3ForCausalLM": "DeepseekV3",
+    "GptOssForCausalLM": "GptOss",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # values of no class's defaults; what one class does not know is of no effect in its config.json

@@ -87,6 +87,7 @@ def test_logits_are_those_of_transformers_there_and_back(kind: str, tmp_path: Pa
         ("olmo2", Layout(tp=2, pp=2)),
         ("gemma3", Layout(tp=2, pp=2)),
         ("deepseek-v3", Layout(tp=2, pp=2)),
+        ("gpt-oss", Layout(dp=2, tp=2, ep=2, zero=2)),
     ],
     ids=str,
 )
@@ -103,6 +104,43 @@ def test_a_checkpoint_goes_into_another_layout(pool: Pool, tmp_path: Path, kind:
     holders = [rank for rank, parts in enumerate(ranks) if any(part[0] == "embed.weight" for part in parts)]
     held = layout.world_size if job.model.tie_embeddings or layout.pp == 1 else layout.world_size // layout.pp
     assert holders == list(range(held)), "the first stage, and of a tied embedding the last"
+
+
+def test_experts_in_mxfp4_become_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    widths = {"hidden_size": 64, "intermediate_size": 32}  # of 32 values that share a scale
+    theirs = make("gpt-oss", tmp_path / "hf", widths, max_shard_size="1GB")
+    file, packed, plain = tmp_path / "hf" / "model.safetensors", {}, {}
+    random = torch.Generator().manual_seed(0)
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj") or ".experts." not in name:
+            packed[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=random).byte()
+        scales = torch.randint(122, 126, blocks.shape[:-1], generator=random).byte()
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(packed, file, metadata={"format": "pt"})
+    change_config(tmp_path / "hf", quantization_config={"quant_method": "mxfp4"})
+    missing, unexpected = theirs.load_state_dict(plain, strict=False)
+    assert not unexpected
+    assert len(missing) == len(theirs.state_dict()) - len(plain)
+    job = job_for(tmp_path / "hf", tmp_path / "runs", "packed")
+    import_hf(job, tmp_path / "hf")
+    expected = logits_of(theirs)
+    (found,) = parts_of(None, job, Layout(micro_batch=2))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+    export_hf(job, tmp_path / "back", None, "bfloat16", 10**9)
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(written[name].float(), value) for name, value in plain.items())
+    name = f"{next(iter(plain))}_scales"
+    save_file({**packed, name: packed[name].int()}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="saw type I32, expected one of"):
+        import_hf(job_for(tmp_path / "hf", tmp_path / "other", "packed"), tmp_path / "hf")
 
 
 def test_gpt2_of_older_files_has_bare_names_and_masks(tmp_path: Path) -> None:

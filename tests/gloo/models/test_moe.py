@@ -13,7 +13,10 @@ from picotron_ray.config.schema.model import ModelConfig, MoeConfig
 from picotron_ray.config.support.kernels import groups_experts
 from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.layers.moe import MixtureOfExperts, Router, grouped, looped
+from picotron_ray.models.layers.expert_counts import Counts
+from picotron_ray.models.layers.experts import ExpertStacks, grouped, looped
+from picotron_ray.models.layers.moe import MixtureOfExperts, Router
+from picotron_ray.models.layers.pointwise import silu_gate
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.parallel_jobs.matrix_jobs import (
     CPU,
@@ -54,6 +57,31 @@ def test_layout_equals_one_process(pool: Pool, model: ModelConfig, layout: Layou
     primaries(layout, ranks, model)
 
 
+PADDED, CHUNKED = {"expert_exchange": "padded"}, {"expert_chunks": 2}
+EXCHANGES = [
+    ({**PADDED, **CHUNKED}, TIGHT, Layout(dp=2, ep=2, micro_batch=3), 10),
+    (PADDED, MIXTURE, Layout(dp=2, tp=2, pp=2, ep=2, schedule="1f1b", micro_batch=2), 10),
+    (CHUNKED, TIGHT, Layout(dp=2, cp=2, tp=2, ep=2, zero=3, micro_batch=3), 10),
+    ({**PADDED, **CHUNKED}, TIGHT, Layout(cp=4, ep=2, zero=3, micro_batch=4), 7),
+    ({**PADDED, **CHUNKED}, MIXTURE, Layout(dp=2, ep=2, zero=2, micro_batch=3, recompute="full"), 10),
+    (CHUNKED, MIXTURE, Layout(dp=2, pp=2, ep=2, schedule="zbv", virtual_stages=2, micro_batch=1), 10),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "model", "layout", "global_batch"),
+    thinned(EXCHANGES, (0,), lambda kernels, _, layout, __: f"{layout}-{'-'.join(kernels)}"),
+)
+def test_rows_may_travel_padded_and_in_chunks(
+    pool: Pool, kernels: dict[str, Any], model: ModelConfig, layout: Layout, global_batch: int
+) -> None:
+    job = make_job("adamw", global_batch, model, kernels=KernelsConfig(**kernels))
+    ranks = [results[0] for results in pool.run(layout.world_size, run_layout, [job], layout)]
+    assert compare(job, layout, ranks) == []
+    padded = kernels.get("expert_exchange", "exact")
+    assert f"{padded} in {kernels.get('expert_chunks', 1)} chunks" in " ".join(ranks[0].applied)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 9, 0, 0]], ids=str)
 def test_grouped_products_equal_one_expert_after_the_other(counts: list[int]) -> None:
     torch.manual_seed(0)
@@ -61,12 +89,22 @@ def test_grouped_products_equal_one_expert_after_the_other(counts: list[int]) ->
     weights = [torch.randn(4, *shape, requires_grad=True) for shape in ((8, 16), (8, 16), (16, 8))]
     found, slopes = [], []
     for compute in (looped, grouped):
-        out = compute(rows, torch.tensor(counts), *weights)
+        out = compute(rows, Counts(torch.tensor(counts), 0), ExpertStacks(*weights), silu_gate)
         found.append(out)
         slopes.append(torch.autograd.grad(out.square().sum(), (rows, *weights)))
     torch.testing.assert_close(found[0], found[1])
     for a, b in zip(*slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_nobodys_are_zero_where_8_bits_would_scale_them_with_others() -> None:
+    rows, counts = torch.randn(9, 16, requires_grad=True), Counts(torch.tensor([3, 0, 2, 1]), 0)
+    weights = [torch.randn(4, *shape, requires_grad=True) for shape in ((8, 16), (8, 16), (16, 8))]
+    for compute in (grouped, looped):
+        out = compute(rows, counts, ExpertStacks(*weights), silu_gate)
+        assert not out[6:].any()
+        (gradient,) = torch.autograd.grad(out.square().sum(), rows)
+        assert gradient[:6].all(dim=-1).all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -84,7 +122,8 @@ def test_what_no_grouped_product_takes_is_known(precision: str, tp: int, hidden:
     shapes = ((local, hidden), (local, hidden), (hidden, local))
     weights = [torch.randn(4, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
     try:
-        grouped(rows, torch.tensor([3, 0, 5, 1]), *weights).square().sum().backward()
+        here = Counts(torch.tensor([3, 0, 5, 1]), 0)
+        grouped(rows, here, ExpertStacks(*weights), silu_gate).square().sum().backward()
         said = ""
     except RuntimeError as error:
         said = str(error)
@@ -296,8 +335,8 @@ def loads_of(job: Any, config: Any, layout: Layout) -> list[list[list[float]]]:
         engine.reduce()
         engine.clip()
         engine.optimizer_step(0.05)
-        assert engine._balance.per_layer is not None
-        found.append(engine._balance.per_layer.tolist())
+        assert engine.expert_balance.per_layer is not None
+        found.append(engine.expert_balance.per_layer.tolist())
     engine.close()
     if groups is not None:
         groups.close()

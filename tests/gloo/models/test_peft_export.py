@@ -21,7 +21,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.models.decoder.tensor_plan import mixture_modules
 from picotron_ray.models.families.registry import finetuned_table, is_adapter
 from picotron_ray.runtime.run_storage import hf_import
-from picotron_ray.runtime.run_storage.hf_export import export_hf
+from picotron_ray.runtime.run_storage.hf_export import AVERAGED, export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.hf_kit import TOKENS, job_for, make, transformers
@@ -40,7 +40,7 @@ FUSED = ["*.wq", "*.up"]  # GPT-2's q, k and v are one layer of transformers'
 def imported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[str], trained: bool = True
 ) -> tuple[Any, JobConfig]:
-    """A checkpoint's model, and a run of it whose adapters are random numbers, as if they were trained."""
+    """A checkpoint's model, and a run of it whose adapters and averages are random numbers, as if trained."""
     theirs = make(kind, tmp_path / "hf")
     lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
     job = job_for(
@@ -52,7 +52,8 @@ def imported(
         yield from read(job, *given)
         for spec in finetuned_table(job.model) if trained else ():
             if is_adapter(spec.name):
-                yield spec.name, numbers.normal(0, 0.2, spec.shape).astype(np.float32)
+                for name in (spec.name, AVERAGED + spec.name):
+                    yield name, numbers.normal(0, 0.2, spec.shape).astype(np.float32)
 
     monkeypatch.setattr(hf_import, "_read", with_adapters)
     import_hf(job, tmp_path / "hf")
@@ -84,14 +85,17 @@ def loaded(folder: Path) -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-def test_merged_and_adapter_say_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "weights"), [*((kind, "trained") for kind in TARGETS), ("gpt2", "ema")])
+def test_merged_and_adapter_say_the_same(
+    kind: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Merged weights are those of the checkpoint with the adapter's files applied by hand."""
     from safetensors.torch import load_file
 
     theirs, job = imported(kind, tmp_path, monkeypatch, TARGETS[kind])
-    export_hf(job, tmp_path / "merged", None, "float32", 1 << 30)
-    assert export_hf(job, tmp_path / "adapter", None, "float32", 1 << 30, adapter=True)["files"] == 1
+    export_hf(job, tmp_path / "merged", None, "float32", 1 << 30, weights)
+    made = export_hf(job, tmp_path / "adapter", None, "float32", 1 << 30, weights, adapter=True)
+    assert made["files"] == 1
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -113,7 +117,7 @@ def test_merged_and_adapter_say_the_same(kind: str, tmp_path: Path, monkeypatch:
         changed += not torch.equal(tensor, theirs.state_dict()[name])
     assert changed == len(config["target_modules"])
     ours = our_logits(job)
-    assert (logits(found) - ours).norm() <= 1e-5 * ours.norm()
+    assert ((logits(found) - ours).norm() <= 1e-5 * ours.norm()) == (weights == "trained")
     assert (logits(theirs) - ours).norm() > 0.01 * ours.norm()
 
 

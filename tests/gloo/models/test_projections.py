@@ -16,8 +16,10 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedules import SCHEDULES
 from picotron_ray.models.layers import fused_linear
 from picotron_ray.models.layers.attention import Attention, sdpa
+from picotron_ray.models.layers.expert_counts import Counts
+from picotron_ray.models.layers.experts import ExpertStacks, grouped, grouped_fused, looped, looped_fused
 from picotron_ray.models.layers.fused_linear import FusedLinear
-from picotron_ray.models.layers.moe import grouped, grouped_fused, looped, looped_fused
+from picotron_ray.models.layers.pointwise import silu_gate
 from picotron_ray.models.layers.swiglu import SwiGLU
 from picotron_ray.train.engine import build_engine
 from tests.gloo.models.test_moe import ALIGNED
@@ -201,7 +203,8 @@ def test_fused_experts_equal_separate_ones(counts: list[int]) -> None:
     weights = [torch.randn(4, *shape, requires_grad=True) for shape in ((8, 16), (8, 16), (16, 8))]
     found = []
     for compute in (looped, looped_fused, grouped, grouped_fused):
-        out = compute(rows, torch.tensor(counts), *weights)
+        here = Counts(torch.tensor(counts), sum(counts))
+        out = compute(rows, here, ExpertStacks(*weights), silu_gate)
         found.append((out, *torch.autograd.grad(out.square().sum(), (rows, *weights))))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from picotron_ray.config.load import parse_job
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel import compiled_code
@@ -172,7 +175,7 @@ def test_a_broken_graph_is_an_error_that_names_block_and_line(counting: Counting
     with pytest.raises(LayoutError) as told:
         block(torch.ones(2))
     text = str(told.value)
-    assert text.startswith("kernels.compile: saw true, but block layers.3 is not one graph: ")
+    assert text.startswith("kernels.compile: block layers.3 is not one graph: ")
     assert "test_compiled_code.py" in text
     assert text.endswith("Use false, or change the model")
     assert "\n" not in text
@@ -192,3 +195,32 @@ def test_one_version_too_many_is_an_error(counting: Counting) -> None:
     block.seen = (1, 2)
     with pytest.raises(LayoutError, match=r"block layers\.0 would need more than \d+ versions"):
         block(torch.ones(2))
+
+
+def test_without_a_compiler_auto_compiles_nothing_and_true_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    compiled_code.missing_compiler.cache_clear()
+    missing = compiled_code.missing_compiler("cpu")
+    assert missing == "no compiler was found: $CXX, c++, g++, clang++"
+    monkeypatch.setenv("CXX", sys.executable)
+    compiled_code.missing_compiler.cache_clear()
+    assert compiled_code.missing_compiler("cpu") == ""
+    compiled_code.missing_compiler.cache_clear()
+    job = parse_job({"precision": "bf16", "kernels": {"compile": True}})
+    with pytest.raises(LayoutError, match=r"saw true, but no compiler was found: \$CXX"):
+        settled(job, "cuda", Layout(), missing)
+    assert settled(parse_job({"precision": "bf16"}), "cuda", Layout(), missing).kernels.compile is False
+
+
+def test_what_fails_in_the_compiler_is_one_line() -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise BackendCompilerFailed(fails, ValueError("no tool\nat all"), None)
+
+    with pytest.raises(LayoutError, match="block 1 fails in torch's compiler: ") as error:
+        compiled_code.telling("kernels.compile: block 1", "false", fails)(torch.ones(1))
+    assert "\n" not in str(error.value)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.load import parse_job
-from picotron_ray.config.schema.compute import LayoutConfig
+from picotron_ray.config.schema.compute import Fp8Config, LayoutConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.sent_bytes import sent_bytes
@@ -58,6 +58,25 @@ def holds(proof: PlanProof) -> None:
 )
 def test_a_plan_keeps_the_peaks_and_bytes_that_it_predicts(layout: Layout, model: dict[str, Any]) -> None:
     holds(prove(job_of(layout, 2 * layout.pp, **model), layout))
+
+
+RING = [
+    (Layout(tp=2), "bf16", {}),
+    pytest.param(Layout(tp=4, recompute="full"), "bf16", {}, marks=pytest.mark.deep),
+    pytest.param(Layout(dp=2, tp=2, zero=3, recompute="full"), "fp32", {}, marks=pytest.mark.deep),
+    pytest.param(Layout(tp=2, recompute="full"), "bf16", MIXTURE, marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "model"), RING, ids=str)
+def test_what_a_ring_keeps_and_sends(layout: Layout, precision: str, model: dict[str, Any]) -> None:
+    """By auto, in a plan for CUDA."""
+    job = job_of(layout, 2, precision, **model)
+    cuda = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cuda"})})
+    proof = prove(cuda, layout)
+    holds(proof)
+    gathered_once = sent_bytes(job, layout, 0)["tp"]
+    assert proof.ranks[0].predicted_sent["tp"] > 1.05 * gathered_once
 
 
 @pytest.mark.deep
@@ -112,3 +131,26 @@ def test_the_door_proves_its_plan(tmp_path: Path) -> None:
     assert abs(rank["error"]) < 0.15
     assert rank.keys() >= {"predicted_peak", "traced_peak", "predicted_sent", "traced_sent"}
     assert "dry run" in found.stdout
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("layout", "scaling"),
+    [
+        (Layout(dp=2, pp=2, zero=2), "tensorwise"),
+        (Layout(dp=2, zero=3), "tensorwise"),
+        (Layout(dp=2, zero=3), "rowwise"),
+        (Layout(dp=2, tp=2, zero=1), "tensorwise"),
+        (Layout(dp=4, zero=2, replicate=2), "tensorwise"),
+    ],
+    ids=str,
+)
+def test_weights_gathered_in_8_bits_are_planned_and_counted_so(layout: Layout, scaling: str) -> None:
+    """Pipeline ranks follow each other in one process: a later one meets what torch keeps of a mesh."""
+    pytest.importorskip("torchao")
+    job = job_of(layout, 2 * layout.pp, "fp8").model_copy(update={"fp8": Fp8Config(scaling=scaling)})
+    proof = prove(job, layout)
+    holds(proof)
+    for one in proof.ranks:
+        types = {kind for by_type in one.sent_by_type.values() for kind in by_type}
+        assert ("uint8" in types) == (scaling == "tensorwise"), types

@@ -17,7 +17,15 @@ from picotron_ray.checkpoint.snapshot.slot_format import slot_bytes
 from picotron_ray.checkpoint.storage.local import LocalStorage
 from picotron_ray.checkpoint.store.manifest import INITIAL_WEIGHTS, UPDATES
 from picotron_ray.checkpoint.store.run_log import RunLog
-from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Member, Outcome, SlotInfo, Source
+from picotron_ray.coordinator.messages import (
+    ExpertLoads,
+    GenerationId,
+    GenerationSpec,
+    Member,
+    Outcome,
+    SlotInfo,
+    Source,
+)
 from picotron_ray.errors import (
     CorruptError,
     PeerLostError,
@@ -32,6 +40,7 @@ from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.phase_limits import ENOUGH, StepWork
 from picotron_ray.runtime.worker import generation, generation_memory, resources, storage_wait
 from picotron_ray.runtime.worker.generation import GenerationRun
+from picotron_ray.runtime.worker.outcomes import loads_told
 from picotron_ray.runtime.worker.resources import WorkerResources
 from picotron_ray.train.step_sync import STOP
 from tests.support.checkpoint.checkpoint_kit import make_state, save
@@ -78,6 +87,7 @@ class Bench:
         self.ends: Any = "finished"
         self.policy: Any = None
         self.state: list[Any] = []
+        self.loads: dict[int, tuple[int, ...]] = {}
         data = SimpleNamespace(train="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
         self.resources = WorkerResources(
             job=job(cluster__worker_memory_bytes=None),
@@ -95,6 +105,7 @@ class Bench:
             adapt=lambda batches: self.policy,
             state=lambda: self.state,
             share_holders=lambda layout, wanted: (),
+            expert_balance=SimpleNamespace(recent=lambda: self.loads),
             imported=lambda names: "weights" if names == {"w": 1} else names,
             initialise=partial(self.note, "initialise"),
             set_step=partial(self.note, "set step"),
@@ -192,7 +203,7 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
         ("connect",),
         ("phase", "build"),
         ("phase", "restore"),
-        ("initialise", bench.resources.job.seed, bench.page.moved),
+        ("initialise", bench.resources.job.seed, bench.page.moved, None),
         ("set step", 4, 0),
         ("eval batches", SPEC.layout, 1, bench.resources.job.evaluate.samples),
         ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([]), False),
@@ -569,3 +580,12 @@ def test_what_runs_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> 
         f"{who} {SPEC.layout}: zero; tensor",
         f"{adds} nothing",
     ]
+
+
+def test_two_of_a_stage_tell_the_loads_of_its_experts() -> None:
+    engine: Any = SimpleNamespace(expert_balance=SimpleNamespace(recent=lambda: {1: (2, 3)}))
+    layout = Layout(dp=3, tp=2, pp=2)
+    tellers = [rank for rank in range(12) if loads_told(engine, layout, rank)]
+    assert tellers == [0, 4, 6, 10], "the first and the last replica of each stage, not all of their parts"
+    assert loads_told(engine, layout, 4) == (ExpertLoads(1, (2, 3)),)
+    assert loads_told(None, layout, 0) == (), "it was not built"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from picotron_ray.train.engine import Engine, build_engine
 from picotron_ray.train.precision import adaptive
 from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose, choose_adaptation, parts_of
 from picotron_ray.train.precision.gradient_variability import MEMORY_STEPS, GradientVariability
+from picotron_ray.train.precision.loss_scaler import NoScaling
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU, MIXTURE, MODEL, batch, make_job
 from tests.support.gloo.pool import Job, Pool
 
@@ -30,41 +31,37 @@ PARTS = {"a": 10, "b": 10, "c": 20}
 
 
 def synthetic(errors: dict[str, float], together: float = 1.0) -> Any:
-    """Losses of a model whose parts err by known amounts; together by ``together`` times their sum."""
+    """Errors of a model's parts, alone and of several: together by ``together`` times their sum."""
 
-    def losses(low: frozenset[str]) -> Sequence[float]:
-        error = sum(errors[part] for part in low) * (together if len(low) > 1 else 1.0)
-        return [2.0 * (1.0 - error / 2), 4.0 * (1.0 + error)]
+    def error_of(low: frozenset[str]) -> float:
+        return sum(errors[part] for part in low) * (together if len(low) > 1 else 1.0)
 
-    return losses
+    return errors, error_of
 
 
-def test_least_error_per_parameter_first_and_the_worst_batch_counts() -> None:
+def test_least_error_per_parameter_first() -> None:
     errors = {"a": 0.004, "b": 0.001, "c": 0.006}
-    policy = choose(PARTS, synthetic(errors), 0.008)
+    policy = choose(PARTS, *synthetic(errors), 0.008)
     assert policy.low == {"b", "c"}, "c has twice the parameters of a for less than twice its error"
     assert policy.error == pytest.approx(0.007)
     assert policy.sensitivity == pytest.approx(errors)
-    assert choose(PARTS, synthetic(errors), 0.0005).low == frozenset()
-    assert choose(PARTS, synthetic(errors), 0.02).low == set(PARTS)
+    assert choose(PARTS, *synthetic(errors), 0.0005).low == frozenset()
+    assert choose(PARTS, *synthetic(errors), 0.02).low == set(PARTS)
 
 
 def test_what_is_worse_together_is_taken_back() -> None:
-    policy = choose(PARTS, synthetic({"a": 0.004, "b": 0.001, "c": 0.006}, together=3.0), 0.02)
+    policy = choose(PARTS, *synthetic({"a": 0.004, "b": 0.001, "c": 0.006}, together=3.0), 0.02)
     assert policy.low == {"a", "b"}
     assert policy.error == pytest.approx(0.015)
 
 
 def test_an_error_of_just_the_bound_is_allowed() -> None:
     """Halves and quarters, which no rounding moves."""
-
-    def losses(low: frozenset[str]) -> Sequence[float]:
-        return [1.0 + 0.25 * len(low)]
-
-    assert choose({"a": 1, "b": 1}, losses, 0.5).low == {"a", "b"}
-    assert choose({"a": 1}, losses, 0.25).low == {"a"}
-    assert choose({"a": 1}, losses, 0.2499).low == frozenset()
-    none = choose({"a": 1}, lambda low: [1.0], 0.25)
+    quarters = {"a": 0.25, "b": 0.25}
+    assert choose({"a": 1, "b": 1}, *synthetic(quarters), 0.5).low == {"a", "b"}
+    assert choose({"a": 1}, *synthetic(quarters), 0.25).low == {"a"}
+    assert choose({"a": 1}, *synthetic(quarters), 0.2499).low == frozenset()
+    none = choose({"a": 1}, {"a": 0.0}, lambda low: 0.0, 0.25)
     assert (none.low, none.error) == ({"a"}, 0.0)
     errors = {"a": 0.25, "b": 0.5, "c": 9.0}
     assert adaptive._margin(["a", "b"], errors, {"a": 0.5, "b": 2.0, "c": 9.0}) == 2.5 / 0.75
@@ -75,13 +72,24 @@ def test_a_step_counts_the_norms_that_were_seen_last() -> None:
     spec = ParameterSpec("a.weight", (2,), 0, "block", None, True, 1.0)
     local = LocalParameter(spec, Box((0,), (2,)), True, True, torch.nn.Parameter(torch.zeros(2)))
     variability = GradientVariability()
-    switches: Any = None
-    config = AdaptivePrecisionConfig(error_bound=0.1)
-    found = choose_adaptation(config, {"a": 2}, switches, [local], Layout(), CPU, variability)
+    switches: Any = SimpleNamespace(set=lambda low: positions.append(sorted(low)))
+    positions: list[list[str]] = []
+    found = choose_adaptation(
+        job_of(0.1), {"a": 2}, switches, [local], Layout(), CPU, variability, NoScaling()
+    )
     for size in (1.0, 8.0):
         found.observe([size * torch.tensor([0.6, 0.8])])
-        assert variability._steps == (size > 1.0), "not before the weights have moved"
+        assert variability.steps == 0, "not before the weights have moved"
         found.step()
+    assert variability.steps == 1, "numbers are read a step late"
+    found.observe([torch.full((2,), torch.nan)])
+    found.step(moved=False)
+    found.observe([torch.ones(2)])
+    found.step()
+    assert variability.steps == 2, "a step that was left out counts for nothing"
+    assert positions == [[]], "but its part rises"
+    assert found.changes() == {"raised": ["a"]}
+    assert found.changes() == {}
     expected = GradientVariability()
     for norm in (1.0, 8.0):
         expected.observe([norm])
@@ -90,7 +98,7 @@ def test_a_step_counts_the_norms_that_were_seen_last() -> None:
 
 
 def test_nothing_that_is_no_number_is_let_down() -> None:
-    policy = choose({"a": 1}, synthetic({"a": float("nan")}), 0.5)
+    policy = choose({"a": 1}, *synthetic({"a": float("nan")}), 0.5)
     assert (policy.low, policy.error) == (frozenset(), 0.0)
 
 
@@ -112,12 +120,12 @@ def test_a_part_within_another_is_none_of_its_own() -> None:
 
 
 def test_what_has_swung_in_training_counts_for_more() -> None:
-    losses, margins = synthetic({"a": 0.004, "b": 0.001, "c": 0.006}), {"a": 1.0, "b": 1.0, "c": 1.5}
-    assert choose(PARTS, losses, 0.008).low == {"b", "c"}
-    policy = choose(PARTS, losses, 0.008, margins)
+    known, margins = synthetic({"a": 0.004, "b": 0.001, "c": 0.006}), {"a": 1.0, "b": 1.0, "c": 1.5}
+    assert choose(PARTS, *known, 0.008).low == {"b", "c"}
+    policy = choose(PARTS, *known, 0.008, margins)
     assert policy.low == {"a", "b"}, "c would count for 0.009"
     assert policy.margins == margins
-    together = choose(PARTS, synthetic({"a": 0.004, "b": 0.001, "c": 0.006}, together=1.5), 0.012, margins)
+    together = choose(PARTS, *synthetic({"a": 0.004, "b": 0.001, "c": 0.006}, together=1.5), 0.012, margins)
     assert together.low == {"a", "b"}, "c with b: 1.5 x 0.007 measured, 1.43 times that with its margin"
 
 

@@ -84,12 +84,12 @@ def test_the_attention_that_is_asked_for_or_the_first_that_runs() -> None:
     def with_(attention: str) -> Any:
         return job.model_copy(update={"kernels": job.kernels.model_copy(update={"attention": attention})})
 
-    assert [attention_backend(with_(name), CPU) for name in ("math", "flash")] == ["math", "flash"]
+    assert [attention_backend(with_(name), CPU, Layout()) for name in ("math", "flash")] == ["math", "flash"]
     first = module.attention_backends(with_("auto"), "cpu")
     assert len(first) > 1
-    assert attention_backend(with_("auto"), CPU) == first[0]
+    assert attention_backend(with_("auto"), CPU, Layout()) == first[0]
     with pytest.raises(LayoutError, match=r"^kernels\.attention: saw cudnn"):
-        attention_backend(with_("cudnn"), CPU)
+        attention_backend(with_("cudnn"), CPU, Layout())
 
 
 def test_mixtures_by_the_number_of_their_layer() -> None:
@@ -117,10 +117,10 @@ def test_what_a_job_asks_for_is_in_the_plan() -> None:
 
     plain = plan(make_job("sgd", 4))
     assert plain.untrained == {"b"}
-    assert (plain.fused_linear, plain.functions, plain.loss_chunk, plain.fp8) == ((), {}, None, False)
+    assert (plain.fused_linear, plain.functions, plain.loss_chunk, plain.fp8) == ((), {}, None, None)
     assert (plain.blocks, plain.stage, plain.attention.window) == ([model], 3, None)
     kernels = KernelsConfig(projections="fused", norm="compiled", loss="linear", loss_chunk=7)
     window = MODEL.model_copy(update={"sliding_window": 3})
     asked = plan(make_job("sgd", 4, window, kernels=kernels, precision="fp8"))
     assert (asked.fused_linear, asked.functions) == (("f",), {"norm": ("g", "n")})
-    assert (asked.loss_chunk, asked.fp8, asked.attention.window) == (7, True, 3)
+    assert (asked.loss_chunk, asked.fp8, asked.attention.window) == (7, "tensorwise", 3)

@@ -17,7 +17,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.models.layers.expert_rows import rows_of, sum_of_rows
+from picotron_ray.models.layers.expert_rows import gated_sum, rows_of, sort_routes
 from picotron_ray.parallel.attention.backends import attention_kernel
 from picotron_ray.train.determinism import CUBLAS, choose_algorithms, prepare_cublas
 from picotron_ray.train.engine import build_engine
@@ -146,15 +146,23 @@ def test_rows_of_experts_and_their_sums(sent: int) -> None:
     """As by general indices, and their gradients as by finite differences."""
     generator = torch.Generator().manual_seed(sent)
     tokens = torch.randn(4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    order = torch.randperm(12, generator=generator)[:sent]
-    rows = rows_of(tokens, order, 3)
-    assert torch.equal(rows, tokens[order // 3])
-    rows = torch.randn(sent, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    expected = rows.new_zeros(4, 5).index_add(0, order // 3, rows)
-    torch.testing.assert_close(sum_of_rows(rows, order, 4, 3), expected, rtol=1e-14, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda x: rows_of(x, order, 3), tokens)
+    kept = torch.zeros(12, dtype=torch.bool)
+    kept[torch.randperm(12, generator=generator)[:sent]] = True
+    experts = torch.randint(5, (1, 4, 3), generator=generator)
+    routes = sort_routes(experts, kept.view(1, 4, 3), 5)
+    order = routes.order[:sent]
+    rows = rows_of(tokens, routes)
+    assert torch.equal(rows[:sent], tokens[order // 3])
+    rows = torch.randn(13, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    gates = torch.randn(12, dtype=torch.float64, generator=generator) * kept
+    weighted = rows[:sent] * gates[order].unsqueeze(-1)
+    expected = rows.new_zeros(4, 5).index_add(0, order // 3, weighted)
+    torch.testing.assert_close(gated_sum(rows, gates, routes), expected, rtol=1e-14, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda x: rows_of(x, routes)[:sent], tokens)
     if sent:
-        assert torch.autograd.gradcheck(lambda x: sum_of_rows(x, order, 4, 3), rows)
+        others = rows[sent:].detach()
+        own = rows[:sent].detach().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: gated_sum(torch.cat((x, others)), gates, routes), own)
 
 
 def test_flash_attn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,3 +70,23 @@ def test_loads_are_those_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> Non
     none.step()
     assert none.load() == ExpertLoad(0.0, 0.0)
     assert asked == [group], "a stage without mixtures exchanges nothing"
+
+
+def test_loads_of_the_last_steps_are_kept_where_asked() -> None:
+    first, second = mixture(biased=False), mixture(biased=False)
+    balance = ExpertBalance([(3, first), (5, second)], None, keeps=True)
+    assert balance.recent() == {}
+    for step in range(expert_balance.WINDOW_STEPS + 3):
+        first.router.load = torch.tensor([1.0, 2.0, float(step < 3), 7.0])
+        second.router.load = torch.tensor([0.0, float(step), 0.0, 0.0])
+        balance.reduce()
+        balance.step()
+        if step == 1:
+            assert balance.recent() == {3: (1, 2, 1), 5: (0, 0, 0)}, "the newest step is on its way"
+    kept = range(2, 2 + expert_balance.WINDOW_STEPS)
+    assert balance.recent() == {3: (len(kept), 2 * len(kept), 1), 5: (0, sum(kept), 0)}
+    unasked = ExpertBalance([(3, first)], None)
+    unasked.reduce()
+    unasked.step()
+    unasked.step()
+    assert unasked.recent() == {}

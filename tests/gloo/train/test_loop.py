@@ -37,6 +37,12 @@ class Parts:
         self.in_evaluation = 0  # flag that is raised meanwhile
         self.apart_s = self.waited_s = self.pinned_wait_s = 0.25
         self.sealed_step, self.computing_step = 1, 0
+        self.adaptation = self
+        self.raised: list[str] = []
+
+    def changes(self) -> dict[str, list[str]]:
+        found, self.raised = self.raised, []
+        return {"raised": found} if found else {}
 
     def next(self) -> Any:
         return SimpleNamespace(rows=(0, 4), digest=DIGEST, global_tokens=32, loss_tokens=32)
@@ -185,6 +191,15 @@ def test_experts_are_told_of_where_there_are_any(parts: Parts) -> None:
     made.run()
     line = json.loads(made.tail.lines()[1])
     assert (line["expert_imbalance"], line["dropped"]) == (2.5, 7)
+
+
+def test_parts_that_rise_are_in_the_ledger_and_the_log(parts: Parts) -> None:
+    made, said = loop(parts, job_of(4), 2), list[str]()
+    made.tell, parts.raised = said.append, ["head", "layers.0.mlp"]
+    made.run()
+    lines = [json.loads(line) for line in made.tail.lines()]
+    assert [line.get("precision") for line in lines[1:]] == [{"raised": ["head", "layers.0.mlp"]}, None]
+    assert said == ["step 3: precision of head, layers.0.mlp raised"]
 
 
 def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> None:

@@ -286,7 +286,7 @@ def test_experts_are_a_matrix_each() -> None:
 def test_boxes_that_leave_holes_are_refused() -> None:
     spec = ParameterSpec("w", (8, 4), 0, "block", None, True, 1.0)
     with pytest.raises(LayoutError, match=r"w: ranks hold \(4, 4\) at \(0, 0\), expected .*\(8, 4\)"):
-        assign_owners([spec], Layout(dp=2), 0, lambda *_: Box((0, 0), (4, 4)))
+        assign_owners([spec], Layout(dp=2), 0, lambda *_: (Box((0, 0), (4, 4)),))
 
 
 # --- decay -----------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from picotron_ray.comm.collectives import world_gather
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.errors import PeerLostError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.train import expert_balance, step_sync
+from picotron_ray.train import expert_balance
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
 from picotron_ray.train.micro_batches import MicroBatcher
 from picotron_ray.train.optim.lr_schedule import factor
@@ -114,7 +115,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         for part in arrives or found.chunk(3):
             part.copy_(mine)
 
-    monkeypatch.setattr(step_sync, "all_gather_single", gather)
+    monkeypatch.setattr(world_gather, "all_gather_single", gather)
     return arrives
 
 
@@ -136,7 +137,7 @@ def test_numbers_of_another_step_are_no_agreement(monkeypatch: pytest.MonkeyPatc
         for part, numbers in zip(found.chunk(2), (mine, old), strict=True):
             part.copy_(numbers)
 
-    monkeypatch.setattr(step_sync, "all_gather_single", gather)
+    monkeypatch.setattr(world_gather, "all_gather_single", gather)
     with pytest.raises(PeerLostError, match=r"step 7 has rank 1's numbers of step 6"):
         exchange(said(step=7), Layout(tp=2), CPU)
 

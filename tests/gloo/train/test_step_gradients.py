@@ -33,8 +33,9 @@ class Parts:
 
     counts, owed = (1, 1), ()
 
-    def replicated(self, pairs: Any, plan: Any, compressible: Any) -> list[Any]:
+    def replicated(self, pairs: Any, plan: Any, compressible: Any, copies: Any) -> list[Any]:
         assert not compressible
+        assert not copies
         self.groups = [group for _, group in pairs]
         return [self]
 

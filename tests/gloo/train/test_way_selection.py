@@ -19,7 +19,7 @@ from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.train.reduction_plan import axes_of, inner_ranks, reduction_candidates
-from picotron_ray.train.way_selection import Cost, Traveller, WayChoice, WaySelection
+from picotron_ray.train.way_selection import THINGS, Cost, Traveller, WayChoice, WaySelection
 from tests.support.gloo.parallel_jobs.matrix_jobs import make_job, run_layout
 from tests.support.gloo.parallel_jobs.reducer_jobs import selected
 from tests.support.gloo.parity import compare
@@ -101,6 +101,23 @@ def test_what_the_host_does_not_wait_for_is_not_measured() -> None:
         selection.begin(step)
         selection.decide(selection.costs())
     assert selection.figures() == {}
+
+
+def test_a_cost_that_would_make_the_host_wait_is_read_after_the_exchange() -> None:
+    read: list[int] = []
+
+    def cost() -> Cost:
+        read.append(len(read))
+        return Cost(1e6, 0.001 * len(read))
+
+    selection = WaySelection({"gradients": Traveller({"auto": lambda: None}, cost, late=True)})
+    for step in range(1, 6):
+        selection.begin(step)
+        costs = selection.costs()
+        assert len(read) == step - 1, "not before"
+        assert costs[THINGS.index("gradients")].seconds == pytest.approx(0.001 * (step - 1))
+        selection.decide(costs)
+    assert selection.figures()["gradients"][1] == pytest.approx(0.004)
 
 
 def test_the_model_predicts_what_is_measured_next() -> None:

@@ -14,20 +14,26 @@ from typer.testing import CliRunner
 from picotron_ray import cli
 from picotron_ray.bench.mfu import report
 from picotron_ray.bench.mfu.figures import (
+    Timed,
     breakdown,
     formula,
     measured,
     mfu,
     speed_up,
+    timed,
 )
 from picotron_ray.bench.mfu.peers import chosen_peers, peer
 from picotron_ray.bench.mfu.result import peak_of, refusals, result, runs_of
 from picotron_ray.bench.mfu.run import MfuOptions, _device, _settled, _tell, bench, segments
 from picotron_ray.bench.mfu.settings import (
+    EXCHANGE,
+    NEVER,
+    SNAPSHOTS,
     SWITCHES,
     Refusal,
     Setting,
     base_setting,
+    by_the_loop,
     changed,
     switched,
 )
@@ -247,10 +253,13 @@ def noted(settings: list[Setting], **refused: str) -> list[dict[str, Any]]:
             if settings[index].kind == "engine":
                 took["sent_bytes"] = 1_000_000 * (2 + rank - index)
                 took["loss_sum"] = 128.0 * (2 + 0.02 * index)  # of 256 tokens on both ranks
+            if settings[index].kind == "loop":
+                costs = {"wait_s": 0.25 * rank, "snapshot_s": 2.0, "skipped": 0, "copies": []}
+                took["loop"] = {"snapshots": int(index == 2 and not rank), **costs}
             if settings[index].kind in refused:
-                took = {"refused": refused[settings[index].kind]}
+                took = {"refused": refused[settings[index].kind], "by_peer": rank == 1}
             elif segment["phases"]:
-                took = {"phases_s": {"forward": 0.3, "backward": 0.6, "reduce": 0.1}}
+                took = {"phases_s": {"forward": 0.3, "backward": 0.6, "reduce": 0.1}, "applied": ["math"]}
             events.append({"what": "segment", "number": number, **segment, **took, **own})
     return events
 
@@ -302,6 +311,7 @@ def test_result_and_report() -> None:
     options = asdict(MfuOptions(2, 2, 0, 1, True, "plain", None, None, None))
     machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
     text = "\n".join(report.lines({**found, "options": options, "machine": machine}))
+    assert "computes with math\n" in text
     for part in (
         "2 workers of NVIDIA H200 on 2 cores of Z80",
         "tokens/s      256  (256 to 256 over 1 round)",
@@ -318,6 +328,57 @@ def test_result_and_report() -> None:
     assert failing["peers"] == {}
     with pytest.raises(PicotronError, match="bench mfu: out of memory"):
         result(settings, {}, noted(settings, engine="out of memory"), None)  # type: ignore[arg-type]
+
+
+def test_timed_are_whole_intervals_between_snapshots() -> None:
+    began = {step: float(step * step) for step in range(1, 12)}
+    assert timed(began, [], 2, 3, snapshots=False) == Timed([7.0, 9.0, 11.0], 0)
+    assert timed(dict.fromkeys(range(1, 6), 0.0), [], 2, 3, snapshots=False) is None, "one step too few"
+    assert timed(began, [1, 5, 9], 2, 3, snapshots=True) == Timed([13.0, 15.0, 17.0, 19.0], 1)
+    assert timed(began, [1, 4, 6, 8], 2, 3, snapshots=True) == Timed([11.0, 13.0, 15.0, 17.0], 2)
+    for sealed in ([], [5], [1, 5], [5, 7]):
+        assert timed(began, sealed, 2, 3, snapshots=True) is None
+    assert timed(dict.fromkeys(range(1, 10), 0.0), [5, 9], 2, 3, snapshots=True) is None
+
+
+def test_the_loop_of_workers_beside_the_base() -> None:
+    base = base_setting("tiny", ["init_from.run=other"], 2, "cpu")
+    loops = [item for item in by_the_loop(base) if isinstance(item, Setting)]
+    assert [loop.name for loop in loops] == [EXCHANGE, SNAPSHOTS]
+    assert [loop.job.snapshot.interval_steps for loop in loops] == [NEVER, "auto"]
+    assert all(loop.job.init_from.run is None and loop.layout == base.layout for loop in loops)
+    settings = [base, *loops]
+    events = noted(settings)
+    found = result(settings, {}, events, None)
+    assert found["peers"] == found["ablation"] == {}
+    alone, snapshots = found["loop"][EXCHANGE], found["loop"][SNAPSHOTS]
+    assert (alone["over_base"]["median"], alone["snapshots"], alone["interval_steps"]) == (2.0, 0, None)
+    assert (snapshots["over_base"]["median"], snapshots["over_exchange"]["median"]) == (3.0, 1.5)
+    assert (snapshots["snapshots"], snapshots["interval_steps"], snapshots["wait_s"]) == (1, 2.0, 0.25)
+    options = asdict(MfuOptions(2, 2, 0, 1, False, "none", None, None, None))
+    machine = {"cores": 2, "processor": "Z80", "memory_gib": 1.0}
+    text = "\n".join(report.lines({**found, "options": options, "machine": machine}))
+    assert f"  {'bare':{report.LOOP}}      1000 ms\n" in text
+    assert f"  {EXCHANGE:{report.LOOP}}      2000 ms  x 2.000  (2.000 to 2.000)\n" in text
+    assert "3000 ms  x 3.000  (3.000 to 3.000)  one each 2 steps, 2 s beside them; x 1.500 of those" in text
+
+
+def test_without_room_for_slots_the_loop_is_refused_and_the_base_is_not(tmp_path: Path) -> None:
+    words = [f"snapshot.folder={tmp_path / 'none'}"]
+    refused = by_the_loop(base_setting("tiny", words, 1, "cpu"))
+    assert [item.name for item in refused] == [EXCHANGE, SNAPSHOTS]
+    for item in refused:
+        assert isinstance(item, Refusal)
+        assert item.reason.startswith("snapshot.folder: ")
+
+
+def test_a_rank_that_has_only_lost_a_peer_does_not_say_why() -> None:
+    base = base_setting("tiny", [], 2, "cpu")
+    settings = [base, *(item for item in by_the_loop(base) if isinstance(item, Setting))]
+    told = [("no room", False), ("lost rank 0", True)]
+    for order in (told, told[::-1]):
+        events = [{"index": 1, "refused": why, "by_peer": by_peer} for why, by_peer in order]
+        assert refusals(settings, events) == {EXCHANGE: "no room"}
 
 
 @pytest.mark.parametrize(
@@ -393,11 +454,11 @@ def test_equal_parts_matter_to_a_linear_loss_alone() -> None:
 def test_refusals_are_collected_by_name() -> None:
     base = base_setting("tiny", [], 1, "cpu")
     settings = [base, replace(base, name="b"), replace(base, name="c")]
-    events = [{"index": 1, "refused": "no room"}, {"index": 0, "steps_s": [1.0]}]
+    events = [{"index": 1, "refused": "no room", "by_peer": False}, {"index": 0, "steps_s": [1.0]}]
     assert refusals(settings, events) == {"b": "no room"}
     assert refusals(settings, events[1:]) == {}
     with pytest.raises(PicotronError, match=r"^bench mfu: nothing goes$"):
-        refusals(settings, [*events, {"index": 0, "refused": "nothing goes"}])
+        refusals(settings, [*events, {"index": 0, "refused": "nothing goes", "by_peer": False}])
 
 
 def test_a_round_is_as_rank_0_timed_it_and_as_full_as_the_fullest() -> None:
@@ -443,11 +504,21 @@ OPTIONS = MfuOptions(1, 2, 0, 1, False, "plain", None, None, None)
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[Setting]] = []
+    kept: list[Path] = []
 
     def measure(
-        settings: list[Setting], options: MfuOptions, folder: Path, say: Any, *, accounted: bool
+        settings: list[Setting],
+        options: MfuOptions,
+        folder: Path,
+        say: Any,
+        *,
+        accounted: bool,
+        slots: Path,
     ) -> list[dict[str, Any]]:
         assert folder.is_dir()
+        assert slots.parent == Path("/dev/shm")
+        assert slots.is_dir()
+        kept.append(slots)
         assert accounted
         measured.append(settings)
         return noted(settings)
@@ -455,7 +526,8 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("picotron_ray.bench.mfu.run.measure", measure)
     overrides = ["cluster.device=cpu", "precision=auto"]
     found = bench("tiny", overrides, OPTIONS, print)
-    assert [setting.name for setting in measured[0]] == ["base", "plain"]
+    assert [setting.name for setting in measured[0]] == ["base", EXCHANGE, SNAPSHOTS, "plain"]
+    assert not kept[0].exists()
     assert measured[0][0].job.precision == found["job"]["precision"] == "fp32"
     assert found["options"] == {**asdict(OPTIONS)}
     assert {"processor", "cores", "memory_gib", "torch"} <= found["machine"].keys()

@@ -100,10 +100,19 @@ def test_ledger(storage: Storage, log: RunLog) -> None:
     assert lines[-1]["samples"] == [236, 240]
 
 
+NEW_DEFAULTS = [
+    ("kernels.projections", "separate", "auto"),
+    ("kernels.tp_overlap", "none", "auto"),
+    ("kernels.loss", "logits", "auto"),
+    ("kernels.compile", False, "auto"),
+]
+"""What auto comes to on CPUs is what the run was started with."""
+
+
 def test_its_config_says_the_same(storage: Storage) -> None:
     saved = json.loads(storage.get("run.json"))["config"]
-    assert changes(saved, load_job(JOB)) == []
-    assert changes(saved, load_job(JOB, ["seed=1"])) == [("seed", 0, 1)]
+    assert changes(saved, load_job(JOB)) == NEW_DEFAULTS
+    assert changes(saved, load_job(JOB, ["seed=1"])) == [("seed", 0, 1), *NEW_DEFAULTS]
 
 
 def test_summary(storage: Storage) -> None:
@@ -141,7 +150,8 @@ def test_commands_read_it(folder: Path) -> None:
 def test_a_second_launch_is_compared_with_it(folder: Path) -> None:
     storage = [f"storage.url={folder / 'runs'}"]
     done = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "--resume", "--json"])
-    line, unread = json.loads(done.stdout)["changed"]
+    *defaults, line, unread = json.loads(done.stdout)["changed"]
+    assert [text.split(":")[0] for text in defaults] == [key for key, *_ in NEW_DEFAULTS]
     assert line.startswith("storage.url: was '/tmp/old_run/runs', now ")
     assert "cannot read /tmp/old_run/text.jsonl" in unread, "the data of then is not here"
     refused = CliRunner().invoke(cli.app, ["validate", JOB, *storage, "model.layers=3", "--resume", "--json"])

@@ -58,6 +58,11 @@ def test_fp8_needs_newer_devices_and_sizes_that_its_products_take() -> None:
     )
     assert precision_problem(job, "cpu") == "saw fp8, which CPUs do not have; use fp32 or bf16"
     assert precision_problem(job, "auto") is None, "judged when the machines are known"
+    blocks = load_job("tiny", ["precision=fp8", "fp8.scaling=mxfp8", "data.sequence_length=32"])
+    assert precision_problem(blocks, "cuda", [(9, 0)]) == (
+        "saw mxfp8, which needs compute capability 10.0 or later, on devices of 9.0; use rowwise or bf16"
+    )
+    assert precision_problem(blocks, "cuda", [(10, 0)]) is None
     tokens = [job.data.sequence_length // layout.cp for layout in layouts(job, 4)]
     assert tokens
     assert all(count % 16 == 0 for count in tokens)

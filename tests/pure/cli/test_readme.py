@@ -41,7 +41,7 @@ def test_contributing_is_short() -> None:
 
 def test_the_first_screen_has_the_picture_the_figures_and_what_is_not_proven() -> None:
     places = [
-        README.index(text) for text in ("docs/_static/kill.svg", "kill to next new step", "on a GPU yet")
+        README.index(text) for text in ("docs/_static/kill.svg", "kill to next new step", "on several GPUs")
     ]
     assert places == sorted(places)
     assert README[: places[-1]].count("\n") < 40

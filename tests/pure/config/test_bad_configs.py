@@ -14,6 +14,16 @@ from picotron_ray.errors import ConfigError
 
 # name → (the config, the key that the line must start with, words that it must contain)
 BAD: dict[str, tuple[str, str, str]] = {
+    "gradients in 16 bits of a run in 32": (
+        "comm: {reduce_dtype: bf16}",
+        "comm.reduce_dtype",
+        "saw bf16 with precision=fp32; use fp32, or precision=bf16",
+    ),
+    "gradients in 16 bits of replicas": (
+        "precision: bf16\ncomm: {reduce_dtype: bf16}\nlayout: {zero: 0}",
+        "comm.reduce_dtype",
+        "whose replicas have comm.gradients=bf16, which keeps what rounding leaves; use that, or zero=1",
+    ),
     # keys
     "unknown section": ("modle: {layers: 2}", "modle", "did you mean model?"),
     "key in an unknown section": (
@@ -95,6 +105,69 @@ BAD: dict[str, tuple[str, str, str]] = {
         "precision: fp8\nmodel: {builder: 'a:b'}",
         "precision",
         "saw fp8 with model.builder, whose linear layers are not looked into",
+    ),
+    "fp8 without a compiler": (
+        "precision: fp8\ndata: {sequence_length: 128}\nkernels: {compile: false}",
+        "kernels.compile",
+        "saw false with precision=fp8, whose casts are slower than what products gain unless",
+    ),
+    "fp8 and a split backward pass": (
+        "precision: fp8\ndata: {sequence_length: 128}\nlayout: {schedule: zbv, pp: 2}\nmodel: {layers: 4}",
+        "precision",
+        "saw fp8 with layout.schedule=zbv, which splits the backward pass of compiled blocks",
+    ),
+    "fp8 and selective recomputation": (
+        "precision: fp8\ndata: {sequence_length: 128}\nlayout: {recompute: selective}",
+        "precision",
+        "saw fp8 with layout.recompute=selective, which does not see into compiled blocks",
+    ),
+    "fp8 and activations in 8 bits": (
+        "precision: fp8\ndata: {sequence_length: 128}\nlayout: {recompute: int8}",
+        "layout.recompute",
+        "saw int8 with precision=fp8, whose compiled blocks decide what they keep",
+    ),
+    "fp8 and a compiled norm": (
+        "precision: fp8\ndata: {sequence_length: 128}\nkernels: {norm: compiled}",
+        "kernels.norm",
+        "saw compiled with precision=fp8, which compiles all of a block",
+    ),
+    "fp8 and collectives of our own under tp": (
+        "precision: fp8\ndata: {sequence_length: 128}\nlayout: {tp: 2}\ncomm: {activations: ring}",
+        "comm.activations",
+        "saw ring with precision=fp8, whose compiled blocks hold the backend's collectives",
+    ),
+    "scales without fp8": (
+        "fp8: {scaling: rowwise}",
+        "fp8.scaling",
+        "saw rowwise with precision=fp32, which has none; drop it or use precision=fp8",
+    ),
+    "rowwise scales and a gather in 8 bits": (
+        "precision: fp8\ndata: {sequence_length: 128}\nfp8: {scaling: rowwise, gather: fp8}",
+        "fp8.gather",
+        "saw fp8 with fp8.scaling=rowwise, whose scales are of rows of a shard and would have to travel too",
+    ),
+    "scales of 32 values and a gather in 8 bits": (
+        "precision: fp8\ndata: {sequence_length: 128}\nfp8: {scaling: mxfp8, gather: fp8}",
+        "fp8.gather",
+        "saw fp8 with fp8.scaling=mxfp8, whose scales are of 32 values",
+    ),
+    "a gather in 8 bits of nothing": (
+        "precision: fp8\ndata: {sequence_length: 128}\nfp8: {gather: fp8}\nlayout: {zero: 0}",
+        "fp8.gather",
+        "saw fp8 with layout.zero=0, which gathers no weights",
+    ),
+    "a gather in 8 bits of unequal shards": (
+        "precision: fp8\ndata: {sequence_length: 128, global_batch: 9}\nfp8: {gather: fp8}\n"
+        "layout: {zero: 3, dp: 3, micro_batch: 3}\ncluster: {max_workers: 3}\n"
+        "model: {intermediate_size: 336}",
+        "fp8.gather",
+        "saw fp8 over 3 shards, which do not divide model.hidden_size: 128",
+    ),
+    "mxfp8 and widths": (
+        "precision: fp8\nfp8: {scaling: mxfp8}\nmodel: {intermediate_size: 336}\n"
+        "data: {sequence_length: 128}",
+        "precision",
+        "saw mxfp8, which multiplies multiples of 32, but model.intermediate_size: 336",
     ),
     "fp8 and adaptive precision": (
         "precision: fp8\nadaptive_precision: {error_bound: 0.01}",
@@ -380,6 +453,31 @@ BAD: dict[str, tuple[str, str, str]] = {
         "kernels.experts",
         "saw grouped with model.moe.experts=0",
     ),
+    "padded rows of a dense model": (
+        "kernels: {expert_exchange: padded}",
+        "kernels.expert_exchange",
+        "saw padded with model.moe.experts=0",
+    ),
+    "more chunks than experts of a rank": (
+        "model: {moe: {experts: 6}}\nkernels: {expert_chunks: 4}\nlayout: {ep: 2, dp: 4, tp: 1, pp: 1}",
+        "kernels.expert_chunks",
+        "saw 4, expected at most the 3 experts of a rank, with layout.ep=2",
+    ),
+    "experts of a dense model by load": (
+        "layout: {expert_placement: by_load}",
+        "layout.expert_placement",
+        "saw by_load with model.moe.experts=0, a dense model; drop it",
+    ),
+    "experts by load on one rank": (
+        "model: {moe: {experts: 4}}\nlayout: {expert_placement: by_load, ep: 1}",
+        "layout.expert_placement",
+        "saw by_load with layout.ep=1, where every rank has all experts; use a larger ep, auto, or even",
+    ),
+    "experts by load and moments in 8 bits": (
+        "model: {moe: {experts: 4}}\nlayout: {expert_placement: by_load}\noptimizer: {moments: 8bit}",
+        "layout.expert_placement",
+        "saw by_load with optimizer.moments=8bit, whose blocks span the experts of a rank",
+    ),
     "compiled blocks and selective recomputation": (
         "kernels: {compile: true}\nlayout: {recompute: selective}",
         "kernels.compile",
@@ -477,7 +575,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         " runs once; use another schedule or auto",
     ),
     "a chunk of a loss that is not cut": (
-        "kernels: {loss_chunk: 64}",
+        "kernels: {loss: logits, loss_chunk: 64}",
         "kernels.loss_chunk",
         "saw 64 with kernels.loss=logits, which cuts nothing",
     ),
@@ -506,7 +604,32 @@ BAD: dict[str, tuple[str, str, str]] = {
     "loss mask of bytes": (
         "data: {loss_mask: true}",
         "data.loss_mask",
-        "has no masks; use memmap, or drop it",
+        "has no masks; use jsonl or memmap, or drop it",
+    ),
+    "loss mask of records that do not say it": (
+        "data: {source: jsonl, path: /x, loss_mask: true}",
+        "data.loss_mask",
+        "saw true with neither data.prompt_key nor data.spans_key, expected the one that says",
+    ),
+    "two loss masks": (
+        "data: {source: jsonl, path: /x, loss_mask: true, prompt_key: p, spans_key: s}",
+        "data.loss_mask",
+        "saw true with both data.prompt_key and data.spans_key, expected the one that says",
+    ),
+    "prompts that count": (
+        "data: {source: jsonl, path: /x, prompt_key: p}",
+        "data.prompt_key",
+        "saw 'p' with data.loss_mask=false, where all tokens count; say data.loss_mask=true, or drop it",
+    ),
+    "spans of token files": (
+        "data: {source: memmap, path: /x, loss_mask: true, spans_key: s}",
+        "data.spans_key",
+        "saw 's' with data.source=memmap, whose documents have no keys; drop it",
+    ),
+    "prompts that are the text": (
+        "data: {source: jsonl, path: /x, loss_mask: true, prompt_key: text}",
+        "data.prompt_key",
+        "saw 'text', which is data.text_key too",
     ),
     "freeze that matches nothing": (
         'model: {freeze: ["embedd.*"]}',

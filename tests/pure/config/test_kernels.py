@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import expert_chunks, pads_experts, rows_sent
 from picotron_ray.config.support.kernels import (
     attention_backends,
     attention_masks,
     attention_problem,
+    full_backend,
     groups_experts,
     norm_kernel,
     overlap_problem,
@@ -48,7 +50,9 @@ def test_a_window_as_long_as_the_row_hides_nothing() -> None:
         (job("fp8"), "flash cudnn flash-attn efficient math"),
         (job(data=DOCUMENTS), "flash flash-attn efficient math"),
         (job(model={"sliding_window": 8}), "flash flash-attn efficient math"),
-        (job(adaptive_precision={"error_bound": 0.1}), "efficient math"),
+        (job(adaptive_precision={"error_bound": 0.1}), "flash efficient math"),
+        (job(adaptive_precision={"error_bound": 0.1}, data=DOCUMENTS), "efficient math"),
+        (job(adaptive_precision={"error_bound": 0.1}, model={"sliding_window": 8}), "efficient math"),
         (job("fp32"), "efficient math"),
         (job("fp64"), "math"),
         (job("fp32", model={"head_dim": 4}), "efficient math"),
@@ -61,6 +65,18 @@ def test_a_window_as_long_as_the_row_hides_nothing() -> None:
 def test_attention_on_cuda(config: JobConfig, expected: str) -> None:
     assert attention_backends(config, "cuda") == expected.split()
     assert attention_backends(config, "cpu") == ["flash", "math"]
+    adaptive = config.adaptive_precision.error_bound is not None
+    for backend in attention_backends(config, "cuda"):
+        full = "efficient" if adaptive and backend == "flash" else None
+        assert full_backend(config, "cuda", 1, backend) == full
+        assert full_backend(config, "cpu", 1, backend) is None
+
+
+def test_adaptive_precision_over_parts_of_rows_has_one_kernel() -> None:
+    assert attention_backends(job(adaptive_precision={"error_bound": 0.1}), "cuda", 2) == [
+        "efficient",
+        "math",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +191,26 @@ def test_widths_that_no_grouped_product_takes() -> None:
         "model.hidden_size": 34,
         inner: 2,
     }
+
+
+def test_rows_are_padded_and_chunked_where_it_pays() -> None:
+    def mixture(factor: float | None = None, device: str = "cuda", **kernels: Any) -> Any:
+        moe = MIXTURE.model_copy(update={"experts": 8, "capacity_factor": factor})
+        return job("bf16", model={"moe": moe}, kernels=kernels, cluster={"device": device})
+
+    assert pads_experts(mixture(1.25), "cuda", 2)
+    assert not pads_experts(mixture(1.25), "cpu", 2)
+    assert not pads_experts(mixture(1.75), "cuda", 2)
+    assert not pads_experts(mixture(), "cuda", 2)
+    assert pads_experts(mixture(expert_exchange="padded"), "cpu", 2)
+    assert not pads_experts(mixture(1.25, expert_exchange="exact"), "cuda", 2)
+    assert [rows_sent(mixture(1.25), ep) for ep in (1, 2)] == [1.0, 1.25]
+    assert rows_sent(mixture(expert_exchange="padded"), 4) == 4.0
+    assert rows_sent(mixture(0.5, expert_exchange="padded"), 4) == 1.0
+    assert rows_sent(mixture(), 4) == 1.0
+    assert [expert_chunks(mixture(), "cuda", ep) for ep in (2, 4)] == [2, 1]
+    assert expert_chunks(mixture(), "cpu", 2) == 1
+    assert expert_chunks(mixture(expert_chunks=3), "cpu", 2) == 3
 
 
 def test_experts_are_grouped_where_they_can_be_or_are_asked_to() -> None:

@@ -27,6 +27,8 @@ PUBLISHED = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "deepseek-v2-lite": 15_706_484_224,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
 

@@ -56,7 +56,7 @@ def test_every_message_is_known_to_the_codec() -> None:
         "GenerationId", "Fragment", "SlotInfo", "Source", "Member", "Link", "GenerationSpec", "Commit",
         "BusyWorker", "LayoutQuestion", "NodeTraits", "Strike", "Rewind", "StateId", "StateCopy",
         "RunFigures", "Adapted", "Judged", "NodeDrain", "StandingOrders", "Divergence",
-        "HeldValues", "StepReplay",
+        "HeldValues", "StepReplay", "ExpertLoads",
     }  # fmt: skip
     assert set(MESSAGES) == defined - values
 

@@ -1,6 +1,7 @@
 """Nothing that users rely on is missing or renamed since 03561a3; additions are listed.
 
-A name that was added goes into the second part of interface.json, under ``added``.
+A name that was added goes into the second part of interface.json, under ``added``; a default that is another
+now into the third, under ``changed``, with what it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.support.house import interface
 from tests.support.runs.small_run import summary
 
 KEPT: dict[str, Any] = json.loads(Path(__file__).with_name("interface.json").read_text())
-OLD, ADDED = KEPT["03561a3"], KEPT["added"]
+OLD, ADDED, CHANGED = KEPT["03561a3"], KEPT["added"], KEPT["changed"]
 TAKES = " takes "
 
 
@@ -27,7 +28,7 @@ def value_of(line: str) -> tuple[str, Any] | None:
 
 def missing(section: str, now: list[str]) -> list[str]:
     """Old names that are no longer there; a value of a key is there where a config that holds it is valid."""
-    lost = [line for line in OLD[section] if line not in now]
+    lost = [line for line in OLD[section] if CHANGED.get(line, line) not in now]
     return [line for line in lost if (value := value_of(line)) is None or not interface.accepts(*value)]
 
 
@@ -46,6 +47,14 @@ def now(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def test_every_section_is_kept(now: dict[str, list[str]]) -> None:
     assert OLD.keys() == ADDED.keys() == now.keys()
     assert all(OLD.values())
+
+
+def test_defaults_alone_have_changed() -> None:
+    for was, is_now in CHANGED.items():
+        key, _, value = is_now.partition(" default ")
+        assert was in OLD["config"]
+        assert was.startswith(f"{key} default ")
+        assert value
 
 
 @pytest.mark.parametrize("section", OLD)
@@ -69,7 +78,7 @@ def test_every_old_value_is_accepted() -> None:
 def test_a_name_that_is_gone_is_noticed(section: str, now: dict[str, list[str]]) -> None:
     """Each name of each section, left out and renamed in turn; values by name are judged by validation."""
     for line in OLD[section]:
-        if value_of(line) is None:
+        if value_of(line) is None and line not in CHANGED:
             others = [name for name in now[section] if name != line]
             assert missing(section, others) == [line]
             assert unlisted(section, [*others, line + "2"]) == sorted([line + "2"])

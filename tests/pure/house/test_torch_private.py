@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[3] / "picotron_ray"
 USED: dict[str, set[str]] = {
     "bench/mfu/torchtitan.py": {"torch._dynamo.config.load_config", "torch._dynamo.config.save_config"},
+    "bench/rendezvous_calls.py": {"torch.testing._internal.distributed.fake_pg"},
     "comm/abortable_wait.py": {"torch._C._distributed_c10d.OpType", "torch._C._distributed_c10d.Work"},
     "comm/torch_groups.py": {
         "distributed_c10d._abort_process_group",
@@ -43,12 +44,17 @@ USED: dict[str, set[str]] = {
     "parallel/compiled_code.py": {
         "torch._dynamo.config.fail_on_recompile_limit_hit",
         "torch._dynamo.config.recompile_limit",
+        "torch._dynamo.exc.BackendCompilerFailed",
         "torch._dynamo.exc.FailOnRecompileLimitHit",
         "torch._dynamo.exc.Unsupported",
         "torch._dynamo.exc.UserError",
         "torch._dynamo.reset",
     },
     "parallel/loss/linear_cross_entropy.py": {"torch._C._will_engine_execute_node"},
+    "parallel/memory/activation_checkpointing.py": {
+        "torch.ops.profiler._record_function_enter_new.default",
+        "torch.ops.profiler._record_function_exit._RecordFunction",
+    },
     "parallel/memory/trace.py": {"torch._C._current_graph_task_id"},
     "parallel/pipeline/schedule_runtime.py": {
         "torch.distributed.pipelining.schedules._Action",
@@ -56,17 +62,14 @@ USED: dict[str, set[str]] = {
         "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     },
     "parallel/tensor/symmetric_memory.py": {"torch.distributed._symmetric_memory"},
-    "runtime/worker/allocator.py": {"torch.cuda.memory._set_allocator_settings"},
+    "runtime/worker/allocator.py": {"torch._C._accelerator_setAllocatorSettings"},
     "runtime/worker/compile_phase.py": {
         "torch._dynamo.callback.CallbackArgs",
         "torch._dynamo.callback.callback_handler",
     },
     "runtime/worker/tools/profiler.py": {"torch.profiler._KinetoProfile"},
     "runtime/worker/worker.py": {"torch._dynamo"},
-    "train/dry_run/even_routes.py": {
-        "torch._subclasses.fake_tensor",
-        "torch.ops.aten._local_scalar_dense.default",
-    },
+    "train/dry_run/even_routes.py": {"torch.ops.aten._local_scalar_dense.default"},
     "train/dry_run/run.py": {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.testing._internal.distributed.fake_pg.FakeStore",

@@ -43,7 +43,6 @@ SIZES_OF_LLAMA: dict[str, Any] = {
     "scores": 20,
     "matrices": 840 + 378,
     "fused": 14 * (20 + 20 + 18),
-    "recast": 42,
     "rms_normed": 28,
 }
 SIZES = [
@@ -113,7 +112,6 @@ SIZES = [
             "scores": 12,
             "matrices": 4 * 144 + 216,
             "fused": 12 * 36,
-            "recast": 24,
             "rms_normed": 0,
         },
     ),

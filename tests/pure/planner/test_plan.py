@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from picotron_ray.cli import app
 from picotron_ray.config.load import load_job
+from picotron_ray.config.support.fast_path import settled
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.analysis import analyse
@@ -57,7 +58,7 @@ def test_figures_of_a_plan_by_hand() -> None:
     assert found["step_s"] == pytest.approx(sum(found["breakdown"]["step_s"].values()))
     flops = analyse(config, 16, H100).flops_per_token
     assert found["mfu"] == pytest.approx(flops * found["tokens_per_s"] / (16 * 989e12))
-    estimate = memory_estimate(for_devices(config, 16), layout).total_bytes
+    estimate = memory_estimate(settled(for_devices(config, 16), "cuda"), layout).total_bytes
     assert max(found["memory_bytes"]) == pytest.approx(estimate)
     for rank in found["breakdown"]["memory_bytes"]:
         state = rank["weights"] + rank["gradients"] + rank["optimizer"]
@@ -129,10 +130,10 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
         (("plan", "tiny", "--validate"), "plan --validate: saw tiny, expected no config"),
         (("plan", "--validate", "--dry-run"), "plan --validate: saw --dry-run, which is of one plan"),
         (
-            ("plan", "llama-3-8b", "--dry-run", "precision=fp8"),
-            "--dry-run: saw precision=fp8, whose products need a GPU",
+            ("plan", "llama-3-8b", "--dry-run", "precision=fp8", "fp8.scaling=mxfp8"),
+            "--dry-run: saw fp8.scaling=mxfp8, whose kernels need a GPU",
         ),
-        (("plan", "llama-3.1-405b", "--gpus", "8"), "; 152 h100-80g would do"),
+        (("plan", "llama-3.1-405b", "--gpus", "8"), "; 128 h100-80g would do"),
         (("plan", "tiny", "--gpus", "0"), "--gpus: saw 0, expected at least 1, such as --gpus 8"),
         (("plan", "tiny", "--tokens", "2T"), "--tokens: saw 2T, expected a number above 0, such as 2e12"),
         (("plan", "--validate", "--gpus", "4"), "plan --validate: saw --gpus, which is of one plan"),
@@ -158,11 +159,11 @@ def test_seconds_by_cause_are_the_cost_models() -> None:
         (
             ("plan", "llama-3-70b", "--gpus", "8", "layout.memory_budget_gib=150"),
             "room for 64.8 GB per worker, which layout.memory_margin=0.1 leaves of the device, below"
-            " layout.memory_budget_gib=150, expected at least 155 GB for the leanest layout on 8 workers",
+            " layout.memory_budget_gib=150, expected at least 149 GB for the leanest layout on 8 workers",
         ),
         (
             ("plan", "llama-3-70b", "--gpus", "8", "layout.memory_budget_gib=15"),
-            "16.1 GB per worker by layout.memory_budget_gib=15, expected at least 155 GB for the leanest"
+            "16.1 GB per worker by layout.memory_budget_gib=15, expected at least 149 GB for the leanest"
             " layout on 8 workers; raise layout.memory_budget_gib, add workers,",
         ),
         (

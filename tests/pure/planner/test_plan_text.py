@@ -22,7 +22,7 @@ def planned(name: str, gpus: int, *overrides: str) -> PlanReport:
 
 @pytest.fixture(scope="module")
 def deep() -> Any:
-    return planned("llama-3-70b", 1024, "data.path=unread", "layout.pp=16")
+    return planned("llama-3-70b", 1024, "data.path=unread", "layout.pp=16", "layout.memory_budget_gib=34")
 
 
 def test_a_small_models_bytes_are_in_megabytes() -> None:

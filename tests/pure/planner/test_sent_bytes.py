@@ -27,19 +27,19 @@ def job_of(precision: str = "bf16", rows: int = 4) -> JobConfig:
 
 
 def test_bytes_by_hand() -> None:
-    """Tensor parallelism: eight collectives a block, half of them wide, two wide at each end; ZeRO-1 gathers
-    weights and scatters gradients once, HSDP adds an all-reduce of a shard.
+    """Tensor parallelism: eight collectives a block, two at each end, all in 16 bits; ZeRO-1 gathers weights
+    in 16 bits and scatters gradients in 32 once, HSDP adds an all-reduce of a shard.
     """
     stream = TOKENS * HIDDEN // 2
     found = sent_bytes(job_of(), Layout(tp=2), 0)
-    assert found["tp"] == 4 * stream * (LAYERS * 4 * (4 + 2) + 2 * 2 * 4)
+    assert found["tp"] == 4 * stream * (LAYERS * 8 + 2 * 2) * 2
     size = 4.0 * parameter_count(job_of().model)
     assert sent_bytes(job_of(), Layout(dp=4), 0)["replicas"] == 2 * size * 3 / 4
-    assert sent_bytes(job_of(), Layout(dp=4, zero=1), 0)["replicas"] == 2 * size * 3 / 4
+    assert sent_bytes(job_of(), Layout(dp=4, zero=1), 0)["replicas"] == 1.5 * size * 3 / 4
     copies = sent_bytes(job_of(), Layout(dp=4, zero=2, replicate=2), 0)["replicas"]
-    assert copies == 2 * size / 2 + 2 * size / 2 / 2
+    assert copies == 1.5 * size / 2 + 2 * size / 2 / 2
     hops = [sent_bytes(job_of(), Layout(pp=4), rank)["pp"] for rank in range(4)]
-    assert hops == [4 * TOKENS * HIDDEN * 4 * way for way in (1, 2, 2, 1)]
+    assert hops == [4 * TOKENS * HIDDEN * 2 * way for way in (1, 2, 2, 1)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -47,7 +47,7 @@ def test_bytes_by_hand() -> None:
 def test_the_cost_model_moves_what_blocks_send(precision: str, recompute: str) -> None:
     job, layout = job_of(precision), Layout(tp=2, recompute=recompute)
     profile = replace(UNIT, link_bytes_s=1.0, latency_s=0.0, software=OURS)
-    ends = 4 * 4 * TOKENS * HIDDEN // 2 * 4
+    ends = 4 * 4 * TOKENS * HIDDEN // 2 * (2 if precision == "bf16" else 4)
     passes = tensor_passes(job, layout, profile, ())
     moved = 4 * LAYERS * (passes.both + (passes.again if recompute == "full" else 0.0))
     assert sent_bytes(job, layout, 0)["tp"] - ends == pytest.approx(moved, rel=0.08)

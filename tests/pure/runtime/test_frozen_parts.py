@@ -97,16 +97,16 @@ def test_readers_and_the_end_do_not_wait_for_a_keeper_that_hangs(
     monkeypatch.setattr(node_logs, "WAIT_S", 0.01)
     monkeypatch.setattr(log_keeper, "CLOSE_S", 0.01)
     monkeypatch.setattr(log_keeper, "POLL_S", 0.01)
-    looks: list[float] = []
+    looking: list[LogKeeper] = []  # another test's keeper may live on in this process, and look first
 
     def frozen(self: LogKeeper, now_s: float) -> None:
-        looks.append(now_s)
+        looking.append(self)
         thawed.wait()
 
     monkeypatch.setattr(LogKeeper, "_look", frozen)
     monkeypatch.setattr(node_logs, "open_storage", lambda *known: None)
     logs = node_logs.NodeLogs(SimpleNamespace(name="night", storage=None), "n" * 20, "agent")  # type: ignore[arg-type]
-    until(lambda: bool(looks))
+    until(lambda: logs._keeper in looking)
     assert [logs.read(Query(), START, 100).entries for _ in range(4)] == [()] * 4
     monkeypatch.setattr(node_logs, "read_page", lambda *known: thawed.wait())
     stuck = [threading.Thread(target=logs.read, args=(Query(), START, 100), daemon=True) for _ in range(2)]

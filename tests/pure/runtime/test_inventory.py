@@ -44,8 +44,10 @@ RECIPES = {
     "llama-2-7b": (6.74, 13.5, True, True, False),
     "llama-3-8b": (8.03, 16.1, True, True, False),
     "deepseek-v2-lite": (15.71, 31.4, True, True, False),
+    "gpt-oss-20b": (20.91, 41.8, True, True, False),
     "qwen3-30b-a3b": (30.5, 61.1, True, True, False),
     "llama-3-70b": (70.6, 141.1, False, True, False),
+    "gpt-oss-120b": (116.83, 233.7, False, True, False),
     "llama-3.1-405b": (405.85, 811.7, False, False, False),
 }
 # recipe and card: how many would do, in whole nodes of 8: the first whose share of 16 bytes a parameter
@@ -55,9 +57,13 @@ WOULD_DO = {
     ("llama-3-8b", "Tesla T4"): 16,
     ("qwen3-30b-a3b", "Tesla T4"): 48,
     ("llama-3-70b", "NVIDIA H100 80GB HBM3"): 24,
-    ("llama-3-70b", "Tesla T4"): 192,
-    ("llama-3.1-405b", "NVIDIA H100 80GB HBM3"): 136,
+    ("llama-3-70b", "Tesla T4"): 128,
+    ("llama-3.1-405b", "NVIDIA H100 80GB HBM3"): 112,
     ("llama-3.1-405b", "Tesla T4"): 0,
+    ("deepseek-v2-lite", "Tesla T4"): 24,
+    ("gpt-oss-20b", "Tesla T4"): 32,
+    ("gpt-oss-120b", "NVIDIA H100 80GB HBM3"): 32,
+    ("gpt-oss-120b", "Tesla T4"): 192,
 }
 
 
@@ -229,7 +235,7 @@ def test_one_machine_is_never_told_to_add_workers_that_would_share_its_memory() 
     assert "add workers" not in line
     assert "would do" not in line
     seen, needed = map(float, re.findall(r"([\d.]+) GB", line))
-    assert seen == pytest.approx(0.81 * 2.75 * 1.073741824, rel=0.01)
+    assert 0 < seen < 1.01 * 0.81 * 2.75 * 1.073741824, "of one worker; several have less together"
     assert needed > max(seen, 16 * 0.35)
     assert "cluster.max_workers" not in line
     assert line.endswith("smaller, or take a machine with more memory")

@@ -216,6 +216,27 @@ def test_a_put_that_hangs_keeps_no_later_sign_back(storage: Storage, monkeypatch
     assert newest_life(storage) is None, "the one that hung landed before the last"
 
 
+def test_the_end_comes_while_a_sign_is_about_to_begin(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunLog(storage).claim_term("far:5")
+    start, about = threading.Thread.start, threading.Event()
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "life-put":
+            about.set()
+            time.sleep(0.1)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    sign = LifeSign(storage)
+    sign.begin(1)
+    assert about.wait(60.0)
+    sign.end("finished")
+    time.sleep(0.2)
+    assert newest_life(storage) is None, "the last sign is the end's"
+
+
 def test_the_newest_term_alone_counts(storage: Storage) -> None:
     assert newest_life(storage) is None
     log = RunLog(storage)

@@ -10,6 +10,7 @@ from picotron_ray.train.dry_run.call_order import Call
 
 MOST = 5_000
 """Operations of a generation."""
+TYPES = {"Float": "float32", "BFloat16": "bfloat16", "Double": "float64", "Long": "int64", "Byte": "uint8"}
 
 
 def calls() -> list[Call]:
@@ -23,17 +24,19 @@ def calls() -> list[Call]:
             each["profiling_name"],
             each["input_sizes"],
             False,
+            "/".join(sorted({TYPES.get(dtype, dtype) for dtype in each["input_dtypes"]})),
         )
         for each in found["entries"]
         if each["time_created_ns"] > found["since_ns"]
     ]
     timed += [
-        (each["issued_ns"], each["group"], each["kind"], each["sizes"], True) for each in found["messages"]
+        (each["issued_ns"], each["group"], each["kind"], each["sizes"], True, each["dtype"])
+        for each in found["messages"]
     ]
     assert len(timed) < MOST, "some are lost"
     return [
-        Call(*groups[group], kind.removeprefix("gloo:"), json.dumps(sizes), message)
-        for _, group, kind, sizes, message in sorted(timed, key=lambda each: each[0])
+        Call(*groups[group], kind.removeprefix("gloo:"), json.dumps(sizes), message, dtype)
+        for _, group, kind, sizes, message, dtype in sorted(timed, key=lambda each: each[0])
     ]
 
 

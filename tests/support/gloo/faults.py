@@ -174,10 +174,15 @@ def double_expert_replicas() -> Any:
 
 
 def lose_returning_gradients() -> Any:
-    import picotron_ray.parallel.expert.expert_parallel as expert
+    import picotron_ray.parallel.expert.shipment as shipment
 
-    kept = expert._Start.backward
-    return replace(expert._Start, "backward", staticmethod(lambda ctx, g: (kept(ctx, g)[0] * 0.5, None)))
+    kept = shipment._Sends.backward
+
+    def lost(ctx: Any, *given: torch.Tensor) -> Any:
+        rows, *rest = kept(ctx, *given)
+        return rows * 0.5, *rest
+
+    return replace(shipment._Sends, "backward", staticmethod(lost))
 
 
 def double_auxiliary() -> Any:
@@ -254,6 +259,40 @@ def kernels_of_cuda() -> Undo:
     return lambda: setattr(lse_kernels.CpuFlash, "forward", original)
 
 
+def rows_of_cuda() -> Undo:
+    """No fault: adaptive precision with CUDA's kernels over whole rows, its attentions of layer 1 in fp32.
+
+    Flash refuses fp32 as CUDA's does; what stands for ``efficient`` refuses 16 bits, which are not for it.
+    """
+    import picotron_ray.parallel.attention.sinks as kernels
+    import picotron_ray.train.build_stages as stages
+    from picotron_ray.parallel.precision.switches import PrecisionSwitches
+
+    kept, full, begin = kernels.attention_kernel, stages.full_backend, PrecisionSwitches.__init__
+    takes = {"flash": {torch.bfloat16, torch.float16}, "efficient": {torch.float32}}
+
+    def kernel(backend: Any, **options: Any) -> Any:
+        attend = kept("math" if backend == "efficient" else backend, **options)
+
+        def checked(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+            kinds = {x.dtype for x in (q, k, v)}
+            if len(kinds) > 1 or not kinds <= takes[backend]:
+                raise RuntimeError(f"{backend} takes {takes[backend]}, saw {kinds}")
+            return attend(q, k, v, *rest)
+
+        return checked
+
+    def first_choice(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        self.set({part for part in self._parts if not part.startswith("layers.1.att")})
+
+    stack = ExitStack()
+    stack.callback(replace(kernels, "attention_kernel", kernel))
+    stack.callback(replace(stages, "full_backend", lambda job, _, *rest: full(job, "cuda", *rest)))
+    stack.callback(replace(PrecisionSwitches, "__init__", first_choice))
+    return stack.close
+
+
 def flash_of_cuda() -> Undo:
     """No fault: CUDA's FlashAttention over parts of rows, by emulated operators. A mask is an error."""
     import picotron_ray.parallel.context.context_parallel as context
@@ -294,6 +333,7 @@ PLANTS: dict[str, Callable[[int], Undo]] = {
     "exchange": lambda _: double_exchanged_gradients(),
     "longer-window": lambda _: longer_windows(),
     "cuda-kernels": lambda _: kernels_of_cuda(),
+    "rows-of-cuda": lambda _: rows_of_cuda(),
     "cold": lambda _: cold_communicators(),
     "documents": one_document_on_rank_1,
     "tp-partial": double_partial_gradients,

@@ -72,6 +72,14 @@ LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    **_rope(**{**YARN, "truncate": False}),
+}
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "q_lora_rank": 20}
 LIMITED = {**GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +113,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-yarn": ("DeepseekV3", {**LATENT, **GROUPS, **_rope(**MSCALE)}),
     "deepseek-v3-free": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "deepseek-dense": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 2}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-plain": ("GptOss", {**GPT_OSS, **_rope(rope_type="default"), "layer_types": EVERY_THIRD}),
     "qwen3-moe": (
         "Qwen3Moe",
         {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},

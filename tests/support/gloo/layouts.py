@@ -42,13 +42,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "capacity_factor": 0.9,
         "normalize": False,
     },
+    "sinks": {**MIXTURE, "loss_coefficient": 0.5},
 }
+SINKS = {"family": "gpt_oss", "sliding_window": 3, "full_attention_every": 2}
 
 
 @functools.cache
 def model_of(kind: str, layers: int) -> ModelConfig:
     changes = {"layers": layers, "moe": MODELS[kind], "tie_embeddings": kind == "tied"}
-    return ModelConfig(**{**MODEL.model_dump(), **changes})
+    return ModelConfig(**{**MODEL.model_dump(), **changes, **(SINKS if kind == "sinks" else {})})
 
 
 job_of = functools.cache(make_job)

@@ -92,10 +92,14 @@ def thinned(
     ]
 
 
-def compare(job: JobConfig, layout: Layout, ranks: list[Result]) -> list[str]:
-    """Everything in which a layout differs from one process, one line each."""
+def compare(job: JobConfig, layout: Layout, ranks: list[Result], expected: Result | None = None) -> list[str]:
+    """Everything in which a layout differs from one process, one line each.
+
+    Args:
+        expected: what that one process found; None: it is asked.
+    """
     data = job.data
-    expected = reference(
+    expected = expected or reference(
         job.optimizer.name,
         data.global_batch,
         job.model,

@@ -9,7 +9,15 @@ from pathlib import Path
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.lineage import descend
-from picotron_ray.coordinator.messages import Fragment, GenerationId, GenerationSpec, Member, SlotInfo, Source
+from picotron_ray.coordinator.messages import (
+    Fragment,
+    GenerationId,
+    GenerationSpec,
+    Member,
+    Outcome,
+    SlotInfo,
+    Source,
+)
 from picotron_ray.coordinator.policies.restore_point import newest_slots
 from picotron_ray.failures import FailureKind
 from picotron_ray.layout.layout import Layout
@@ -74,8 +82,8 @@ class Run:
         outcomes = [worker.receive() for worker in self.begin(layout)]
         assert [(o.kind, o.detail) for o in outcomes] == [("finished", "")] * layout.world_size
 
-    def strike(self, layout: Layout, kill: tuple[int, int, str]) -> None:
-        """Run until a rank is killed and the others have left."""
+    def strike(self, layout: Layout, kill: tuple[int, int, str]) -> list[Outcome]:
+        """Run until a rank is killed and the others have left; returns what they say."""
         workers = self.begin(layout, kill)
         assert self.last is not None
         victim = workers[kill[0]]
@@ -84,6 +92,7 @@ class Run:
         outcomes = [worker.receive(20) for worker in workers if worker is not victim]
         assert {outcome.kind for outcome in outcomes} <= {FailureKind.PEER_LOST, "interrupted"}, outcomes
         self.pool.drop([victim])
+        return outcomes
 
     def ledger(self) -> list[str]:
         """The lines that the last step's slots carry."""

@@ -12,13 +12,16 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.shards import Box, region, slabs, whole
 from picotron_ray.models.families.registry import parameter_table
 from picotron_ray.models.layers.init import initial_value
+from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.loss.cross_entropy import token_losses, weighted_sum
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.optim.optimizer import decays
 from picotron_ray.train.precision.precision import master_dtype
+from picotron_ray.train.training_state import INITIAL_PIECE, MadeWeights
 
 CPU = torch.device("cpu")
 
@@ -32,6 +35,7 @@ class Replica:
         cache: folder of tokenised data.
         device: where it trains.
         micro_batch: rows per forward and backward pass; None: its whole share at once.
+        made: weights of step 0 that others have made, or will want.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Replica:
         cache: Path,
         device: torch.device = CPU,
         micro_batch: int | None = None,
+        made: MadeWeights | None = None,
     ) -> None:
         torch.set_num_threads(1)  # as our workers do
         self.job = job
@@ -56,7 +61,12 @@ class Replica:
         with torch.no_grad():
             for spec in parameter_table(job.model):
                 parameter = parameters[spec.name]
-                parameter.copy_(initial_value(spec.name, spec.shape, job.seed, init_std=spec.init_std))
+                for piece in slabs(whole(spec.shape), INITIAL_PIECE):
+                    key = (spec.name, piece)
+                    value = made[key] if made and key in made else _initial(spec, job.seed, piece)
+                    if made is not None:
+                        made[key] = value
+                    parameter[region(piece, whole(spec.shape))] = value
                 (decayed if decays(spec, job.optimizer) else others).append(parameter)
         settings = job.optimizer
         groups = [
@@ -96,6 +106,10 @@ class Replica:
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+
+def _initial(spec: ParameterSpec, seed: int, box: Box) -> Tensor:
+    return initial_value(spec.name, spec.shape, seed, init_std=spec.init_std, box=box)
 
 
 class Pace:

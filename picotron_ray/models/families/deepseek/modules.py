@@ -36,7 +36,7 @@ def score_times(config: ModelConfig) -> float:
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    """Normed in the weight's type: torch has no kernel for products of autocast by wider weights."""
+    """Normed in the weight's type: torch has no kernel for autocast's products by wider weights."""
     found: Tensor = norm(x.to(norm.weight.dtype))
     return found
 

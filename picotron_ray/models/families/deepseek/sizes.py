@@ -48,7 +48,6 @@ def sizes(model: ModelConfig) -> ModelSizes:
         parameter_table(alike),
         latent_sizes(model),
         hidden_layer,
-        recast=2 * model.hidden_size,  # the latent vector after q, up after gate
         rms_normed=2 * model.hidden_size + mla.kv_lora_rank + (mla.q_lora_rank or 0),
     )
     dense = [spec for spec in block(model, 0) if first]

@@ -9,16 +9,15 @@ from picotron_ray.models.families.gemma3.table import parameter_table
 from picotron_ray.models.huggingface.config_reader import Keys, refuse
 from picotron_ray.models.huggingface.decoder import frequencies, width_keys
 from picotron_ray.models.huggingface.gemma import (
-    FULL,
     GEMMA_DEFAULTS,
     GEMMA_FIXED,
-    SLIDING,
     gemma_config,
     gemma_keys,
     gemma_tensors,
 )
 from picotron_ray.models.huggingface.mapping import HuggingFaceMapping
 from picotron_ray.models.huggingface.rope import scaling_keys
+from picotron_ray.models.huggingface.windows import FULL, SLIDING
 
 if TYPE_CHECKING:
     from picotron_ray.config.schema.model import ModelConfig

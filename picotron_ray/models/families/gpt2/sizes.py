@@ -27,6 +27,5 @@ def sizes(model: ModelConfig) -> ModelSizes:
         parameter_table(with_one_block(model)),
         attention_sizes(model),
         gelu,
-        recast=2 * model.hidden_size,  # k and v after q
         rms_normed=0,
     )

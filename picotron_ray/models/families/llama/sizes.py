@@ -25,6 +25,5 @@ def sizes(model: ModelConfig) -> ModelSizes:
         parameter_table(with_one_block(model)),
         attention_sizes(model),
         mixture_sizes(model) if model.moe.experts else swiglu_sizes(model),
-        recast=3 * model.hidden_size,  # k and v after q, up after gate
         rms_normed=2 * model.hidden_size,
     )

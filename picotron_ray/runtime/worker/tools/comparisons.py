@@ -38,7 +38,7 @@ class StepComparison:
     def __init__(self, job: JobConfig, engine: Engine, data: DataSplits) -> None:
         self._held: Engine | None = engine
         self._data = data
-        self._compiled = job.kernels.compile
+        self._compiled = engine.job.kernels.compile is True
         self._found: dict[str, Any] = {}
 
     @property

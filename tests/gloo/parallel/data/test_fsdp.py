@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from picotron_ray.parallel.data import fsdp
 from picotron_ray.parallel.data.fsdp import (
@@ -45,17 +46,31 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+NARROW = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("expert_mesh", [None, "experts"])
-def test_units_and_what_stays_whole(shards: list[Any], zero: int, expert_mesh: Any) -> None:
-    blocks, experts, mesh = [Sharded(), Sharded()], nn.Linear(1, 1), Any
+@pytest.mark.parametrize(("dtype", "policy"), [(None, MixedPrecisionPolicy()), (torch.bfloat16, NARROW)])
+def test_units_and_what_stays_whole(
+    shards: list[Any], zero: int, expert_mesh: Any, dtype: Any, policy: MixedPrecisionPolicy
+) -> None:
+    blocks, experts, router, mesh = [Sharded(), Sharded()], nn.Linear(1, 1), nn.Linear(1, 1), Any
     model = nn.Sequential(*blocks, nn.Linear(1, 1))
     kept = model[2].bias
-    apply_fsdp(model, FsdpUnits(blocks, [experts], expert_mesh, frozenset({kept})), mesh, zero)  # type: ignore[arg-type]
+    units = FsdpUnits(blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype)
+    apply_fsdp(model, units, mesh, zero)  # type: ignore[arg-type]
     own = {"reshard_after_forward": zero == 3}
     whole = {kept} if expert_mesh else {kept, *experts.parameters()}
-    expected = [(unit, {"mesh": mesh, **own, "ignored_params": whole}) for unit in (*blocks, model)]
-    assert shards == ([(experts, {"mesh": "experts", **own})] if expert_mesh else []) + expected
+    expected = [
+        (unit, {"mesh": mesh, **own, "mp_policy": policy, "ignored_params": whole})
+        for unit in (*blocks, model)
+    ]
+    if expert_mesh:
+        expected.insert(0, (experts, {"mesh": "experts", **own, "mp_policy": policy}))
+    if dtype is not None:  # in its own type, and no part of the block's unit
+        expected.insert(0, (router, {"mesh": mesh, **own, "ignored_params": whole}))
+    assert shards == expected
     for block in blocks:
         assert block.log == [
             ("set_gradient_divide_factor", 1.0),

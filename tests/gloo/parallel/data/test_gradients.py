@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.parallel.data import ddp, grad_norm
 from picotron_ray.parallel.data.ddp import DEFAULT, ReplicatedGradients, replicated
-from picotron_ray.parallel.data.grad_norm import clip_, global_norm, part_norms, squared_sum
+from picotron_ray.parallel.data.grad_norm import PartSums, clip_, global_norm, squared_sum
 from picotron_ray.parallel.shard_boxes import chunk, counts_in_norm, is_primary, local_box
 from tests.support.gloo.group import Group
 
@@ -147,18 +148,45 @@ def test_norms_by_hand(world: list[float], layout: Layout) -> None:
     assert global_norm(GRADIENTS, counted, layout, CPU) == pytest.approx((61 if alike else 49) ** 0.5)
     if not alike:
         world.append(7.0)
-    found = part_norms(GRADIENTS, counted, parts, 3, layout, CPU)
+    found = PartSums(counted, parts, 3, layout, CPU).of(GRADIENTS)
     expected = [0, 29, 0] if alike else [7, 16, 7]
-    assert found == pytest.approx([square**0.5 for square in expected])
+    assert found.flatten().tolist() == pytest.approx(expected)
     assert not world
     if not alike:
         world.append(1.0)
-    assert part_norms(GRADIENTS, counted, [-1] * 3, 1, layout, CPU) == [0.0 if alike else 1.0]
+    assert PartSums(counted, [-1] * 3, 1, layout, CPU).of(GRADIENTS).tolist() == [[0.0 if alike else 1.0]]
     assert squared_sum([], CPU).item() == 0.0
 
 
 def test_the_first_part_has_a_norm_too() -> None:
-    assert part_norms(GRADIENTS, [], [0, -1, 0], 1, Layout(), CPU) == [pytest.approx(41**0.5)]
+    assert PartSums([], [0, -1, 0], 1, Layout(), CPU).of(GRADIENTS).tolist() == [[pytest.approx(41)]]
+
+
+def test_further_sums_are_of_each_parts_elements() -> None:
+    def large(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(((x > 3.5).sum(), x.sum())).double()
+
+    found = PartSums([], [0, -1, 0], 2, Layout(), CPU).of(GRADIENTS, large, 2)
+    assert found.tolist() == [[pytest.approx(41), 2.0, 11.0], [0.0, 0.0, 0.0]]
+
+
+def test_sums_of_a_step_copy_nothing_to_the_device() -> None:
+    """A tensor of Python's numbers, made in each step, would."""
+
+    class Lifted(TorchDispatchMode):
+        seen = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen |= "lift_fresh" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    sums = PartSums([], [0, -1, 0], 2, Layout(), CPU)
+    with Lifted() as mode:
+        sums.of(GRADIENTS)
+    assert not mode.seen
+    with Lifted() as mode:
+        torch.tensor([1, 2])
+    assert mode.seen
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import MoeConfig
 from picotron_ray.errors import LayoutError
-from picotron_ray.models.layers import moe
-from picotron_ray.models.layers.moe import Experts, Here, MixtureOfExperts, Router, Routing
+from picotron_ray.models.layers.expert_rows import gated_sum, rows_of, sort_routes
+from picotron_ray.models.layers.experts import Experts
+from picotron_ray.models.layers.moe import Here, MixtureOfExperts, Router
+from picotron_ray.models.layers.transport import RouteLimits
 from picotron_ray.parallel.expert import expert_parallel
 from picotron_ray.parallel.expert.expert_parallel import (
+    ExpertExchange,
     ExpertTransport,
     SequenceSpread,
     apply_expert_parallel,
@@ -121,11 +124,44 @@ def test_capacity_is_that_of_the_whole_row() -> None:
 
 
 def test_assignments_lie_by_expert_in_their_order() -> None:
+    """Five of six are sent; the spare row is the last of seven."""
     experts = torch.tensor([[[2, 0], [1, 2], [0, 2]]])
     kept = torch.tensor([[[True, False], [True, True], [True, True]]])
-    chosen, order = moe._by_expert(Routing(experts, kept.float(), kept, None))
-    assert chosen.tolist() == [0, 1, 2, 2, 2]
-    assert order.tolist() == [4, 2, 0, 3, 5]
+    routes = sort_routes(experts, kept, 3)
+    assert routes.counts.tolist() == [1, 1, 3]
+    assert routes.order[:5].tolist() == [4, 2, 0, 3, 5]
+    assert routes.places.tolist() == [2, 6, 1, 3, 0, 4]
+    other = sort_routes(experts, kept, 3, torch.tensor([1, 2, 0]))
+    assert other.counts.tolist() == [3, 1, 1]
+    assert other.order[:5].tolist() == [0, 3, 5, 4, 2]
+    none = sort_routes(experts, torch.zeros_like(kept), 3)
+    assert none.counts.tolist() == [0, 0, 0]
+    assert none.places.tolist() == [6] * 6
+
+
+def test_rows_that_carry_nothing_meet_nothing() -> None:
+    """Whatever lies in them, sums, gates and gradients are those of what is sent."""
+    experts, gates = torch.tensor([[[2, 0], [1, 2], [0, 2]]]), torch.rand(6, dtype=torch.float64)
+    kept = torch.tensor([[[True, False], [True, True], [True, True]]])
+    routes = sort_routes(experts, kept, 3)
+    tokens = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    gates = (gates * kept.flatten()).requires_grad_()
+
+    def spoilt(rows: Tensor) -> Tensor:
+        sent = torch.zeros(len(rows), 1, dtype=torch.bool)
+        sent[: int(routes.counts.sum())] = True
+        return torch.where(sent, rows * rows, float("nan"))
+
+    found = gated_sum(spoilt(rows_of(tokens, routes)), gates, routes)
+    by_hand = (tokens.square().unsqueeze(1) * (gates * kept.flatten()).view(3, 2, 1)).sum(dim=1)
+    torch.testing.assert_close(found, by_hand)
+    weights = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), (tokens, gates)),
+        torch.autograd.grad((by_hand * weights).sum(), (tokens, gates)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_auxiliary_loss_has_the_gradient_of_its_scale() -> None:
@@ -151,15 +187,14 @@ def test_what_comes_before_in_a_row_that_is_cut(monkeypatch: pytest.MonkeyPatch,
     """Of three ranks' stretches the order is 0 1 2 2 1 0; each has as many as its number in the row."""
     counts = [torch.tensor([[[place + 1]], [[6 - place]]]) for place in range(3)]
 
-    def gather(found: list[Tensor], mine: Tensor, group: Any) -> None:
+    def gather(found: Tensor, mine: Tensor, group: Any) -> None:
         assert torch.equal(mine, counts[rank])
-        for room, value in zip(found, counts, strict=True):
-            room.copy_(value)
+        found.copy_(torch.cat(counts))
 
     def reduce(total: Tensor, group: Any) -> None:
         total += 5
 
-    monkeypatch.setattr(expert_parallel.dist, "all_gather", gather)
+    monkeypatch.setattr(expert_parallel, "all_gather_single", gather)
     monkeypatch.setattr(expert_parallel.dist, "all_reduce", reduce)
     spread = SequenceSpread(Group(rank, 3))  # type: ignore[arg-type]
     assert (spread.parts, spread.chunks) == (3, 2)
@@ -171,33 +206,110 @@ def test_what_comes_before_in_a_row_that_is_cut(monkeypatch: pytest.MonkeyPatch,
     assert given.tolist() == [[1, 2]]
 
 
-def test_rows_go_to_their_experts_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, with experts 0 and 1. It sends 1, 2, 0, 1 rows; the other sends 2 and 1 here."""
-    sent: list[tuple[list[float], list[int], list[int]]] = []
-    answers = [torch.tensor([[1.0], [2], [3], [7], [8], [9]]), torch.tensor([[10.0], [20], [30], [40]])]
+class Peer:
+    """What rank 0 of two, with experts 0 and 1 of 4, exchanges with rank 1: 1, 2, 0, 1 rows for 2 and 1."""
 
-    class Work:
-        def wait(self) -> None:
-            pass
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: list[float]) -> None:
+        self.sent: list[tuple[list[float], list[int], list[int]]] = []
+        self._answers = list(answers)
+        monkeypatch.setattr(expert_parallel.dist, "all_to_all_single", self.exchange)
 
-    def exchange(into: Tensor, rows: Tensor, *sizes: list[int], group: Any, async_op: bool = False) -> Any:
+    def exchange(
+        self, into: Tensor, rows: Tensor, *sizes: list[int], group: Any, async_op: bool = False
+    ) -> Any:
         if not async_op:
             assert rows.tolist() == [[1, 2], [0, 1]]
             return into.copy_(torch.tensor([[1, 2], [2, 1]]))
         incoming, outgoing = sizes
-        sent.append((rows.flatten().tolist(), incoming, outgoing))
-        into.copy_(answers.pop(0))
+        self.sent.append((rows.flatten().tolist(), incoming, outgoing))
+        into.copy_(torch.tensor(self._answers.pop(0)).unsqueeze(-1))
         return Work()
 
-    monkeypatch.setattr(expert_parallel.dist, "all_to_all_single", exchange)
-    transport = ExpertTransport(Group(0, 2))  # type: ignore[arg-type]
-    rows = torch.tensor([[1.0], [2], [3], [4]])
-    arrival = transport.send(rows, torch.tensor([1, 2, 0, 1]))
-    here, counts = arrival.wait()
-    assert here.flatten().tolist() == [1, 7, 8, 2, 3, 9]
-    assert counts.tolist() == [3, 3]
-    assert arrival.send_back(-here).wait().flatten().tolist() == [10, 20, 30, 40]
-    assert sent == [([1, 2, 3, 4], [3, 3], [3, 1]), ([-1, -2, -3, -7, -8, -9], [3, 1], [3, 3])]
+
+class Work:
+    def wait(self) -> None:
+        pass
+
+
+def shipped(exchange: ExpertExchange) -> tuple[Any, Tensor]:
+    """Shipment of 4 rows of 1 token each, which are 10 times the expert's number plus its own, and rows."""
+    transport = ExpertTransport(Group(0, 2), 4, exchange=exchange)  # type: ignore[arg-type]
+    experts = torch.tensor([[[1], [0], [1], [3]]])
+    slots = transport.slots(torch.device("cpu"))
+    routes = sort_routes(experts, torch.ones_like(experts, dtype=torch.bool), 4, slots)
+    shipment = transport.plan(routes, RouteLimits(length=4, per_expert=3))
+    return shipment, rows_of(torch.tensor([[11.0], [2], [13], [34]]), shipment.routes)
+
+
+def test_rows_go_to_their_experts_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(monkeypatch, [2, 11, 13, 7, 8, 19], [20, 110, 130, 340])
+    shipment, rows = shipped(ExpertExchange())
+    buffers = shipment.send(rows)
+    assert [len(buffer) for buffer in buffers] == [6]
+    here, counts = shipment.arrive(0, buffers[0])
+    assert here.flatten().tolist() == [2, 7, 8, 11, 13, 19]
+    assert counts.on_device.tolist() == [3, 3]
+    assert counts.lengths(6) == [3, 3, 0]
+    back = shipment.collect([shipment.send_back(0, -here)])
+    assert back[:4].flatten().tolist() == [20, 110, 130, 340]
+    gated = gated_sum(back, torch.ones(4), shipment.routes)
+    assert gated.flatten().tolist() == [110, 20, 130, 340]
+    assert peer.sent == [
+        ([2, 11, 13, 34], [3, 3], [3, 1]),
+        ([-2, -11, -13, -7, -8, -19], [3, 1], [3, 3]),
+    ]
+
+
+def test_padded_rows_go_without_anybody_counting_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 rows for each rank, one by one of its experts: 3 of each at most, and 4 of both."""
+    monkeypatch.setattr(expert_parallel, "read_counts", None)
+    nan = float("nan")
+    peer = Peer(monkeypatch, [2, 11, 13, nan, 7, 8, 19, nan], [20, 110, 130, nan, 340, nan, nan, nan])
+    shipment, rows = shipped(ExpertExchange(padded=True))
+    buffers = shipment.send(rows)
+    here, counts = shipment.arrive(0, buffers[0])
+    assert here[:6].flatten().tolist() == [2, 7, 8, 11, 13, 19]
+    assert counts.on_device.tolist() == [3, 3]
+    back = shipment.collect([shipment.send_back(0, -here)])
+    gated = gated_sum(back, torch.ones(4), shipment.routes)
+    assert gated.flatten().tolist() == [110, 20, 130, 340]
+    (out, *sizes), (returned, *others) = peer.sent
+    assert (out[:3], out[4]) == ([2, 11, 13], 34)
+    assert (returned[:3], returned[4:7]) == ([-2, -11, -13], [-7, -8, -19])
+    assert sizes == others == [[4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_are_for_some_experts_each(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
+    """Expert 0 here and 2 there first, then 1 and 3; all set off before the first is waited for."""
+    nan = float("nan")
+    there = [[2, nan, nan, 7, 8, nan], [11, 13, nan, 19, nan, nan]] if padded else [[2, 7, 8], [11, 13, 19]]
+    home = [[20, nan, nan] + [nan] * 3, [110, 130, nan, 340, nan, nan]] if padded else [[20], [110, 130, 340]]
+    peer = Peer(monkeypatch, *there, *home)
+    shipment, rows = shipped(ExpertExchange(padded=padded, chunks=2))
+    assert shipment.experts == [1, 1]
+    buffers = shipment.send(rows)
+    assert len(peer.sent) == 2
+    parts = []
+    for number, expected in enumerate(([2, 7, 8], [11, 13, 19])):
+        here, counts = shipment.arrive(number, buffers[number])
+        assert here[:3].flatten().tolist() == expected
+        assert counts.on_device.tolist() == [3]
+        parts.append(shipment.send_back(number, -here))
+    gated = gated_sum(shipment.collect(parts), torch.ones(4), shipment.routes)
+    assert gated.flatten().tolist() == [110, 20, 130, 340]
+
+
+def test_experts_may_live_anywhere() -> None:
+    group: Any = Group(0, 2)
+    cpu = torch.device("cpu")
+    assert ExpertTransport(group, 4).slots(cpu) is None
+    slots = ExpertTransport(group, 4, order=(1, 2, 3, 0)).slots(cpu)
+    assert slots is not None
+    assert slots.tolist() == [3, 0, 1, 2]
+    slots = ExpertTransport(group, 6, exchange=ExpertExchange(chunks=2)).slots(cpu)
+    assert slots is not None
+    assert slots.tolist() == [0, 1, 4, 2, 3, 5], "experts 0 and 1 here, 3 and 4 there; then 2 and 5"
 
 
 def test_experts_are_spread_evenly() -> None:

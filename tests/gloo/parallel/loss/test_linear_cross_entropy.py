@@ -225,7 +225,7 @@ def test_a_sensitive_head_computes_in_full_precision() -> None:
 
     (model,) = engine._models.values()
     kept, model.head.losses = model.head.losses, record
-    switches = engine._adaptation
+    switches = engine.adaptation
     assert isinstance(switches, AdaptivePrecision)
     for low in (frozenset({"head"}), frozenset()):
         switches.set(low)

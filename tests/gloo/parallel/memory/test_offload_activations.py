@@ -23,7 +23,6 @@ from picotron_ray.models.transformer import Transformer
 from picotron_ray.parallel.memory import activation_offload as offload_module
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.parallel.memory.activation_offload import ActivationOffload, BlockPass
-from picotron_ray.parallel.memory.weight_casts import Recast
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import sizes_of
 from tests.support.gloo.late_copies import LateCopyStream
@@ -252,15 +251,13 @@ def test_a_tensor_of_64_kib_leaves_and_a_smaller_one_stays() -> None:
         assert offload.moved_bytes == moved
 
 
-@pytest.mark.parametrize("repeated", [True, False])
-def test_casts_of_parameters_are_kept_or_repeated(repeated: bool) -> None:
+def test_parameters_and_their_casts_stay() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
-    cast = parameter.to(torch.bfloat16)
-    offload = ActivationOffload(0, recasts=repeated)
-    packed = offload._pack(BlockPass(None, cast.device))(cast)
-    assert isinstance(packed, Recast) is repeated
-    assert (packed is cast) is not repeated
-    assert torch.equal(offload._unpack(packed), cast)
+    for held in (parameter, parameter.to(torch.bfloat16)):
+        offload = ActivationOffload(0)
+        packed = offload._pack(BlockPass(None, held.device))(held)
+        assert packed is held
+        assert offload._unpack(packed) is held
 
 
 def test_evaluation_moves_nothing() -> None:

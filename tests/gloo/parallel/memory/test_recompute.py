@@ -18,6 +18,7 @@ from picotron_ray.parallel import parallelize
 from picotron_ray.parallel.memory.activation_checkpointing import apply_recompute
 from picotron_ray.planner.memory import memory_estimate
 from picotron_ray.planner.search import choose_layout
+from picotron_ray.train.dry_run.run import dry_run
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.peak import LiveStorage
@@ -153,3 +154,11 @@ def test_a_second_pass_counts_no_tokens_and_copies_no_generators_state(
     assert passes[:3] == [("full", True), ("kept", True), ("selective", True)]
     assert passes[3:] == [("selective", False), ("full", False)]
     assert all(block.router.counting for block in blocks)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_selective_takes_units_inside_blocks(zero: int) -> None:
+    """Routers in fp32 are units of their own, which the second pass takes for roots."""
+    config = job("mixture", "bf16")
+    found = dry_run(config, Layout(dp=2, zero=zero, micro_batch=1, recompute="selective"), 0)
+    assert found.peak_bytes > 0

@@ -91,8 +91,20 @@ def test_what_is_cut_of_other_modules() -> None:
     experts = nn.Module()
     for name, shape in (("gate", (4, 6, 5)), ("up", (4, 6, 5)), ("down", (4, 5, 6))):
         experts.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    experts.biased = False
     found = applied(experts, "experts")
     assert [tuple(p.shape) for p in found.parameters()] == [(4, 2, 5), (4, 2, 5), (4, 5, 2)]
+    for name, shape in (("gate_bias", (4, 6)), ("up_bias", (4, 6)), ("down_bias", (4, 6))):
+        experts.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    experts.gate, experts.up = (nn.Parameter(torch.empty(4, 6, 5)) for _ in range(2))
+    experts.down, experts.biased = nn.Parameter(torch.empty(4, 5, 6)), True
+    found = applied(experts, "experts", Group(1))
+    assert [tuple(getattr(found, f"{name}_bias").shape) for name in ("gate", "up", "down")] == [
+        (4, 2),
+        (4, 2),
+        (4, 6),
+    ]
+    assert not found.adds_bias
     assert applied(Positions(8, 4), "positions").part == (1, 3)
     norm = applied(nn.RMSNorm(6, eps=1e-5), "cut_norm")
     assert norm.weight.shape == (2,)

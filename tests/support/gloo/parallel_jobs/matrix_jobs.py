@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
-from picotron_ray.data.batch import StepBatch, batch_shape
+from picotron_ray.data.batch import StepBatch, batch_shape, make_batch
+from picotron_ray.data.dataset import build_dataset
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.dry_run.call_order import Call
 from picotron_ray.train.engine import build_engine
@@ -115,8 +117,12 @@ def with_documents(rows: np.ndarray) -> np.ndarray:
 def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch:
     """Rows of one replica of a made-up global batch, filled up with rows of weight 0 and random tokens.
 
-    The tokens of fill rows are not zero here: nothing may depend on them.
+    The tokens of fill rows are not zero here: nothing may depend on them. Of jsonl, the batch of the data.
     """
+    if job.data.source == "jsonl":
+        assert job.data.path is not None
+        samples = build_dataset(job.data, job.model.vocab_size, job.seed, Path(job.data.path).with_suffix(""))
+        return make_batch(samples.train, job.seed, layout, dp_index, job.data.global_batch, step)
     size, length, vocabulary = job.data.global_batch, job.data.sequence_length, job.model.vocab_size
     rows = np.random.default_rng(step).integers(0, vocabulary, (size, length + 1))
     first, last = layout.rows(dp_index, size)

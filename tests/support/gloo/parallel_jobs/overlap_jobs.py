@@ -54,7 +54,7 @@ def expert_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
     """``start`` and ``finish`` of transfers; ``shared`` where the expert that stays computes, ``down`` and
     ``inner`` where its backward pass is through its last matrix and comes to its first ones."""
     from picotron_ray.models.layers.swiglu import SwiGLU
-    from picotron_ray.parallel.expert.expert_parallel import _Transfer
+    from picotron_ray.parallel.expert.shipment import Transfer
 
     log: list[str] = []
     seen: set[SwiGLU] = set()
@@ -70,7 +70,7 @@ def expert_log(job: Job, config: JobConfig, layout: Layout) -> list[str]:
             seen.add(self)
         return hidden
 
-    undo = [noting(_Transfer, name, lambda *_, name=name: log.append(name)) for name in ("start", "finish")]
+    undo = [noting(Transfer, name, lambda *_, name=name: log.append(name)) for name in ("start", "finish")]
     undo.append(replace(SwiGLU, "inner", inner))
     train_and_undo(job, config, layout, undo)
     return log

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from picotron_ray.bench.common.training import EngineTraining, PlainTraining
 from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Setting, base_setting
+from picotron_ray.bench.mfu.settings import by_the_loop as by_the_workers_loop
 from picotron_ray.bench.mfu.worker import Segments, WorkerPlace
 from picotron_ray.data.batch import make_batch
 from tests.support.gloo.pool import Job
@@ -30,6 +33,22 @@ def segments(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
     prefix = f"{job.prefix}/bench"
     timed = [runner.run(f"{prefix}/{i}", i, phases=False) for i in range(len(settings))]
     return [*timed, runner.run(f"{prefix}/phases", 0, phases=True)]
+
+
+def by_the_loop(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
+    """The tiny recipe by the loop of workers: without snapshots, and twice with them, in one process."""
+    os.environ.update(MASTER_ADDR=job.host, MASTER_PORT=str(job.port))
+    base = base_setting("tiny", overrides, job.world_size, "cpu")
+    settings = [found for found in by_the_workers_loop(base) if isinstance(found, Setting)]
+    folder = Path(f"/dev/shm/picotron-bench-{job.prefix.replace('/', '-')}")
+    folder.mkdir(exist_ok=True)
+    plan = {"settings": [setting.to_dict() for setting in settings], "steps": 3, "warmup": 1, "checkouts": {}}
+    place = WorkerPlace(job.rank, job.world_size, torch.device("cpu"))
+    runner = Segments({**plan, "slots": str(folder)}, place)
+    try:
+        return [runner.run(f"{job.prefix}/{i}", i, phases=False) for i in (0, 1, 1)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def beside_the_engine(job: Job, overrides: list[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
 from picotron_ray.data.dataset import build_dataset
-from picotron_ray.layout.shards import Shard
+from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.generation import GenerationRun
 from picotron_ray.runtime.worker.resources import WorkerResources
@@ -95,11 +95,13 @@ def check_holders(
     spec: GenerationSpec, folder: Path, known: Collection[int], wanted: Sequence[Shard]
 ) -> None:
     """Compare the shares that were computed with what all slots of the state hold of what is wanted."""
-    boxes = {shard.name: shard.box for shard in wanted}
+    boxes: dict[str, list[Box]] = {}
+    for shard in wanted:
+        boxes.setdefault(shard.name, []).append(shard.box)
     useful = set[int]()
     for info in spec.source.slots:
         held = [entry.shard for entry in open_slot(folder / info.slot).shards]
-        if any(s.name in boxes and s.box.intersect(boxes[s.name]) is not None for s in held):
+        if any(s.box.intersect(box) is not None for s in held for box in boxes.get(s.name, ())):
             useful |= {part.group for part in info.fragments}
     assert set(known) == useful, f"{spec.source.layout}: computed {sorted(known)}, found {sorted(useful)}"
 

@@ -12,6 +12,12 @@ from tests.support.checkpoint.checkpoint_kit import memory_folder
 memory_path = pytest.fixture(memory_folder)
 
 
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test plans by what runs of this machine, those of other tests among them, have measured."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def pure(request: pytest.FixtureRequest) -> Iterator[None]:
     """In a run of this tier alone no file of tests may have imported torch or Ray."""

@@ -248,7 +248,9 @@ def test_a_recording_that_begins_after_a_hold_is_the_one_that_was_told_to(
     job = job_of(tmp_path)
     page = Page(tmp_path / "w.page", job.elastic)
     tools, requests = WorkerTools(job, page, "w", tmp_path, torch.device("cpu"), None), Requests()
-    alone: Any = SimpleNamespace(requests=requests, layout=Layout(), device=torch.device("cpu"))
+    alone: Any = SimpleNamespace(
+        requests=requests, layout=Layout(), device=torch.device("cpu"), check_peers=lambda: None
+    )
     tools.join(0, requests, alone)
     exchanges = 0
 

@@ -52,9 +52,10 @@ def test_it_takes_the_place_of_what_all_ranks_have_newer(
     loop.layout, loop.device = Layout(), torch.device("cpu")
     loop.snapshots, loop.requests = snapshots, Requests()
     loop.engine = SimpleNamespace(settle=lambda: told.append(-7))  # type: ignore[assignment]
+    loop.check_peers = lambda: told.append(-8)
     loop.requests.add(STOP)
     loop._final_snapshot(4)
-    assert told == [3, -7], "all ranks take part in both"
+    assert told == [3, -8, -7], "all ranks take part in both"
     assert loop.requests.take() == STOP, "for whoever reads it"
     kept = {header.step for _, header in list_slots(tmp_path)}
     assert kept == {1, 3, 4}

@@ -195,10 +195,11 @@ def test_a_search_of_more_workers_leaves_out_what_fewer_can_run(workers: int, ab
     ("name", "gpus", "limit_s"),
     [
         ("llama-3-70b", 64, 1.0),
-        pytest.param("llama-3-70b", 1024, 5.0, marks=pytest.mark.deep),
-        pytest.param("llama-3.1-405b", 16384, 20.0, marks=pytest.mark.deep),
+        ("llama-3-70b", 1024, 5.0),
+        ("llama-3.1-405b", 16384, 20.0),
     ],
 )
+@pytest.mark.deep
 def test_a_plan_takes_few_seconds_of_one_core(name: str, gpus: int, limit_s: float) -> None:
     """The whole plan: the search, its table, and what more devices and more memory would buy."""
     job, h100 = load_job(name, ["data.path=unread", f"cluster.max_workers={gpus}"]), hardware("h100-80g")

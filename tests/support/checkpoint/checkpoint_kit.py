@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,5 +171,10 @@ def same(a: State, b: State) -> bool:
 def memory_folder() -> Iterator[Path]:
     """A temporary folder in memory, where every fsync of the store is free (the disk's are not)."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="picotron-test-", dir=base) as folder:
-        yield Path(folder)
+    folder = tempfile.mkdtemp(prefix="picotron-test-", dir=base)
+    yield Path(folder)
+    for _ in range(20):  # a store's collector may still be at it
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            break
+        time.sleep(0.1)

@@ -55,7 +55,8 @@ class ExpertExchange:
     widest_rows: int = 1
 
     def __str__(self) -> str:
-        return f"{'padded' if self.padded else 'exact'} in {self.chunks} chunks"
+        how = "padded" if self.padded else "exact, for which the host waits once a layer,"
+        return f"{how} in {self.chunks} chunk{'s' if self.chunks > 1 else ''}"
 
 
 EXACT = ExpertExchange()

@@ -2,7 +2,7 @@
 
 Tensor parallelism cuts first, then FSDP. Both follow ``torch.chunk``: chunks of ceil(size / parts), the last
 ones shorter or empty. FSDP cuts dimension 0 of the boxes of tensor and expert parallelism, over the ranks
-that hold the same box.
+that hold the same box; of experts that do not divide, another (`zero_dim`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,23 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(size, start + step) - start
 
 
+def zero_dim(spec: ParameterSpec, layout: Layout) -> int:
+    """Return the dimension along which ZeRO cuts a parameter: 0, but for experts that do not divide.
+
+    FSDP pads dimension 0. One expert over 8 ranks would be all of it on one of them, and 8 times as much in
+    every gather and reduction. So a stack whose experts do not divide is cut within them, along the first
+    dimension that divides evenly, which FSDP wants of others than the first.
+    """
+    if not (spec.expert and spec.sharded and layout.zero):
+        return 0
+    shards, here = layout.expert_shards, -(-spec.shape[0] // layout.ep)
+    if here % shards == 0:
+        return 0
+    parts = [shards * (layout.tp if dim == spec.tp_dim else 1) for dim in range(len(spec.shape))]
+    even = (dim for dim, size in enumerate(spec.shape) if dim and size % parts[dim] == 0)
+    return next(even, 0)
+
+
 def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
     """Return the box of one parameter that ``rank`` holds; it may be empty.
 
@@ -34,8 +51,9 @@ def local_box(spec: ParameterSpec, layout: Layout, rank: int) -> Box:
         offset[0], size[0] = chunk(spec.shape[0], layout.ep, layout.expert_index(rank))
         shards, shard = layout.expert_shards, layout.expert_shard(rank)
     if layout.zero and spec.sharded:
-        start, size[0] = chunk(size[0], shards, shard)
-        offset[0] += start
+        dim = zero_dim(spec, layout)
+        start, size[dim] = chunk(size[dim], shards, shard)
+        offset[dim] += start
     return Box(tuple(offset), tuple(size))
 
 

@@ -17,7 +17,7 @@ from picotron_ray.layout.expert_order import places_of
 from picotron_ray.layout.layout import Coordinates, Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.models.parameters import ParameterSpec
-from picotron_ray.parallel.shard_boxes import chunk, is_primary, local_boxes
+from picotron_ray.parallel.shard_boxes import chunk, is_primary, local_boxes, zero_dim
 from picotron_ray.planner.model_sizes import stage_bounds
 
 
@@ -82,7 +82,7 @@ class ShareHolders:
         """Tensor-parallel rank and first replica of state groups that may hold some of a box."""
         layout = self._layout
         experts = layout.ep if spec.expert else 1
-        shards = 1
+        shards, dim = 1, zero_dim(spec, layout)
         if layout.zero and spec.sharded:
             shards = layout.expert_shards if spec.expert else layout.shards
         for tp in self._tp_ranks(spec, box):
@@ -92,8 +92,13 @@ class ShareHolders:
             for placed in self._as_ordered(spec, box):
                 for expert in _met(placed, 0, rows, experts):
                     start, length = chunk(rows[1], experts, expert)
-                    for shard in _met(placed, 0, (rows[0] + start, length), shards):
+                    cut = (rows[0] + start, length) if dim == 0 else self._span(spec, dim, tp)
+                    for shard in _met(placed, dim, cut, shards):
                         yield tp, shard * experts + expert
+
+    def _span(self, spec: ParameterSpec, dim: int, tp: int) -> tuple[int, int]:
+        """Start and length along a dimension that tensor parallelism leaves a rank."""
+        return chunk(spec.shape[dim], self._layout.tp, tp) if dim == spec.tp_dim else (0, spec.shape[dim])
 
     def _as_ordered(self, spec: ParameterSpec, box: Box) -> Iterator[Box]:
         """Boxes that make up a box where the stack of experts is as the layout orders it."""

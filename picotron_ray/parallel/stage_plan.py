@@ -29,6 +29,7 @@ class StagePlan:
         mixture_layers: layer number of each mixture, by its canonical name.
         positions: names of the modules that add learned positions.
         untrained: names of parameters that something else than a gradient moves. FSDP leaves them whole.
+        zero_dims: the dimension along which FSDP cuts a parameter, by name, where it is not the first.
         compiled: whether torch.compile makes the blocks' kernels.
         one_graph: whether every compiled block has to be a single graph.
         grouped: whether the products of a mixture's experts are one grouped product.
@@ -57,6 +58,7 @@ class StagePlan:
     mixture_layers: Mapping[str, int] = field(default_factory=dict)
     positions: Sequence[str] = ()
     untrained: frozenset[str] = frozenset()
+    zero_dims: Mapping[str, int] = field(default_factory=dict)
     compiled: bool = False
     one_graph: bool = False
     grouped: bool = False

@@ -38,6 +38,7 @@ from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.parallelize import parallelize
 from picotron_ray.parallel.precision.compute_weights import ComputeWeights
 from picotron_ray.parallel.precision.switches import PrecisionSwitches
+from picotron_ray.parallel.shard_boxes import zero_dim
 from picotron_ray.parallel.stage_plan import StagePlan
 from picotron_ray.parallel.tensor.tensor_parallel import named_modules
 from picotron_ray.planner.model_sizes import stage_bounds
@@ -139,6 +140,7 @@ def _stage_plan(
         mixture_layers=mixture_layers(definition),
         positions=definition.positions,
         untrained=frozenset(spec.name for spec in definition.table if not spec.sharded),
+        zero_dims={spec.name: dim for spec in definition.table if (dim := zero_dim(spec, layout))},
         compiled=job.kernels.compile is True,
         one_graph=compiles_whole(job, device.type, layout),
         grouped=groups_experts(job, device.type, layout.tp),

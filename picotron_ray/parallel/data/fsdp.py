@@ -11,14 +11,15 @@ of their own, in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 
@@ -33,6 +34,7 @@ class FsdpUnits:
         whole: parameters that are not sharded.
         wide: modules inside blocks that are gathered by themselves and not cast.
         dtype: in which the others are gathered and compute. None: that of the parameters.
+        dims: the dimension along which a parameter is cut, where it is not the first (`zero_dim`).
     """
 
     blocks: Sequence[nn.Module]
@@ -41,6 +43,11 @@ class FsdpUnits:
     whole: frozenset[nn.Parameter] = frozenset()
     wide: Sequence[nn.Module] = ()
     dtype: torch.dtype | None = None
+    dims: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+    def placement(self, parameter: nn.Parameter) -> Shard | None:
+        """FSDP's ``shard_placement_fn``."""
+        return Shard(self.dims[parameter]) if parameter in self.dims else None
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -64,10 +71,23 @@ def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) 
         if units.expert_mesh is None:
             whole |= set(experts.parameters())
         else:
-            fully_shard(experts, mesh=units.expert_mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(
+                experts,
+                mesh=units.expert_mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=units.placement,
+                mp_policy=policy,
+            )
     for block in (*units.blocks, model):
         clone_output_views(block)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=units.placement,
+            mp_policy=policy,
+            ignored_params=whole,
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -18,6 +18,7 @@ from picotron_ray.planner.kept_activations import STATE_BYTES, in_flight, offloa
 from picotron_ray.planner.memory_moments import rank_moments
 from picotron_ray.planner.model_sizes import (
     blocks_again,
+    expert_padding,
     remember_latest,
     sizes_of,
     stage_depth,
@@ -195,7 +196,8 @@ def _sharded(job: JobConfig, shared: tuple[int, int, int, int, int], parameters:
     """This rank's parameters under ZeRO; the experts of ``depth`` layers are cut over fewer ranks."""
     tp, ep, _, shards, expert_shards = shared
     experts = depth * (sizes_of(job.model).experts // ep) / tp
-    return (parameters - experts) / shards + experts / expert_shards
+    padded = experts * expert_padding(job.model.moe, sizes_of(job.model).hidden, tp, ep, expert_shards)
+    return (parameters - experts) / shards + padded / expert_shards
 
 
 def budget_bytes(job: JobConfig, device_bytes: float, limit_bytes: float = 0.0) -> float:

@@ -15,7 +15,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.model import ModelConfig
+from picotron_ray.config.schema.model import ModelConfig, MoeConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, recomputed
@@ -163,6 +163,24 @@ def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: 
         if stages > 1:
             total += sizes.tied  # a copy of its own
     return whole + (total - whole) / tp + _uneven(sizes, stages, stage, tp)
+
+
+def expert_padding(moe: MoeConfig, hidden: int, tp: int, ep: int, shards: int) -> float:
+    """Elements of the fullest rank's part of a stack of experts, as a multiple of an equal part.
+
+    Where ``shards`` ranks divide neither a rank's experts nor a dimension within them, ZeRO pads their number
+    (`parallel.shard_boxes.zero_dim`).
+
+    >>> expert_padding(MoeConfig(experts=16, intermediate_size=96), 64, 1, 1, 48)
+    1.0
+    >>> expert_padding(MoeConfig(experts=16, intermediate_size=96), 64, 1, 1, 63)
+    3.9375
+    """
+    here = moe.experts // ep
+    inner = moe.intermediate_size % (tp * shards)
+    if not here or here % shards == 0 or inner == 0 or hidden % shards == 0:
+        return 1.0
+    return -(-here // shards) * shards / here
 
 
 class Trained(NamedTuple):

@@ -15,6 +15,7 @@ from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.kept_activations import STATE_BYTES, stream_bytes, weight_bytes
 from picotron_ray.planner.model_sizes import (
     blocks_again,
+    expert_padding,
     sizes_of,
     stage_mixtures,
     stage_parameters,
@@ -131,10 +132,11 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
         each = gathers * weight_bytes(job) + scatters * reduced_bytes(job)
         saved = gathers * saved_of_rank(job, layout, rank) * (layout.shards - 1) / layout.shards
     of_experts = layout.expert_shards if layout.zero else 1
+    padding = expert_padding(job.model.moe, sizes.hidden, layout.tp, layout.ep, of_experts)
     shared = layout.replicas // layout.ep // of_experts
     return (
         _moved(whole - experts, layout.shards, each, copies, share * wide)
-        + _moved(experts, of_experts, each, shared, share * wide)
+        + _moved(experts * padding, of_experts, each, shared, share * wide)
         - saved
     )
 

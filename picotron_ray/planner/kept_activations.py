@@ -94,7 +94,7 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
         int8=kept["int8"] * each,
         travelling=layout.offload_activations,
         selective_again=tokens / cut * (of["kept"] - of["selective"]),
-        full_again=tokens / cut * (of["kept"] - of["full"]),
+        full_again=tokens * ((of["kept"] - of["full"]) / cut + whole.get("kept", 0.0)),
         int8_again=tokens / cut * (UNPACKED_AT_ONCE * of["kept"] + unpacked),
     )
 
@@ -118,15 +118,14 @@ def _whole(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
     Sequence parallelism gathers the inputs of attention and of the hidden layer, which projections keep;
     overlapped products gather them again instead. Selective recomputation
     keeps what the output projections gave before it is cut. Of a mixture's experts the rows that go in and
-    come out are whole, weighted ones too; with expert parallelism they are kept once more as they came back.
+    come out are whole.
     """
     moe, sizes, item = job.model.moe, sizes_of(job.model), COMPUTE_BYTES[job.precision]
     row = moe.top_k * sizes.hidden if moe.experts else 0
     overlaps = overlap_method(job, job.cluster.device, layout) != "none"
     inputs = 0 if overlaps else 2 * sizes.hidden
     share = 1 - 1 / layout.tp if sizes.sequence_cut else 0.0
-    kept = share * (inputs * item + row * (2 * item + STATE_BYTES[job.precision]))
-    kept += row * item if layout.ep > 1 else 0
+    kept = share * (inputs + 2 * row) * item
     packed = kept / item * ACTIVATION_8BIT_BYTES
     return {"kept": kept, "selective": share * (2 * sizes.hidden + row) * item, "int8": packed}
 
@@ -265,7 +264,7 @@ def _packed(job: JobConfig, values: float) -> float:
         values += 0 if norm_kernel(job, "cpu") == "closed-form" else sizes_of(model).rms_normed
     routes = 0
     if moe.experts:
-        values += model.hidden_size * (moe.top_k + narrows(job))
+        values += model.hidden_size * narrows(job)
         routes = 8 * (4 * moe.top_k + moe.experts)
     statistics = STATE_BYTES[job.precision] * ((model.heads if model.builder is None else 0) + 2)
     return values * ACTIVATION_8BIT_BYTES + routes + statistics
@@ -274,13 +273,13 @@ def _packed(job: JobConfig, values: float) -> float:
 def _routing(job: JobConfig) -> int:
     """Further bytes per token that a mixture keeps.
 
-    They are the tokens' routes, the weighted results, and of a stream in 16 bits a wide input of the router.
+    They are the tokens' routes, and of a stream in 16 bits a wide input of the router.
     """
     moe = job.model.moe
     if not moe.experts:
         return 0
     indices = 8 * (4 * moe.top_k + moe.experts)
-    wide = job.model.hidden_size * (moe.top_k + narrows(job))
+    wide = job.model.hidden_size * narrows(job)
     return indices + wide * STATE_BYTES[job.precision]
 
 

@@ -10,12 +10,13 @@ result. ``bincount`` and ``argsort`` of counts on the host, which they replace, 
 
 To take rows and to sum them are each other's gradients, and both gather: a token's rows are summed by whoever
 writes the token, k ascending. So bits repeat on any device, where `index_add` on CUDA adds in the order in
-which threads arrive. The sum is torch's `embedding_bag`, which reads every row once and writes every token
-once.
+which threads arrive. The plain sum is torch's `embedding_bag`, which reads every row once and writes every
+token once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ from torch import Tensor
 
 SMALL = torch.iinfo(torch.int16).max
 """Most experts whose numbers are sorted as 16 bits: half the passes of a radix sort over 32."""
+
+
+PIECE_BYTES = 128 << 20
+"""Most bytes of weighted rows that are made at a time."""
 
 
 class Routes(NamedTuple):
@@ -104,21 +109,41 @@ class _Taken(torch.autograd.Function):
         return _summed(gradients[0], places, ctx.top_k), None, None, None
 
 
+def _pieces(count: int, row_bytes: int) -> Iterator[slice]:
+    """Cut so many rows into pieces of at most `PIECE_BYTES`."""
+    each = max(1, PIECE_BYTES // max(1, row_bytes))
+    return (slice(start, min(count, start + each)) for start in range(0, count, each))
+
+
 class _Summed(torch.autograd.Function):
+    """Rows times gates, in the wider type, are made a piece at a time: all of them are the largest tensor
+    of a mixture, ``top_k`` hidden states of each token in fp32."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gates: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(rows, gates, order, places)
         ctx.top_k = top_k
-        return _summed(rows * gates[order].unsqueeze(-1), places, top_k)
+        wide = torch.promote_types(rows.dtype, gates.dtype)
+        out = rows.new_empty((len(places) // top_k, rows.size(-1)), dtype=wide)
+        for piece in _pieces(len(out), top_k * rows.size(-1) * wide.itemsize):
+            of = slice(piece.start * top_k, piece.stop * top_k)
+            weighted = rows[places[of]] * gates[of].unsqueeze(-1)
+            weighted.masked_fill_((places[of] == len(rows) - 1).unsqueeze(-1), 0.0)
+            out[piece] = weighted.unflatten(0, (-1, top_k)).sum(dim=1)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, gates, order, places = ctx.saved_tensors
-        given = gradients[0][order // ctx.top_k]
-        products = (given * rows).sum(dim=-1)
+        (gradient,) = gradients
+        by_row, products = torch.empty_like(rows), gradient.new_empty(len(rows))
+        for piece in _pieces(len(rows), gradient[:1].nbytes):
+            assignments = order[piece]
+            given = gradient[assignments // ctx.top_k]
+            products[piece] = (given * rows[piece]).sum(dim=-1)
+            by_row[piece] = given.mul_(gates[assignments].unsqueeze(-1))
         by_gate = torch.where(places == len(rows) - 1, 0.0, products[places])
-        by_row = given * gates[order].unsqueeze(-1)
-        return by_row.to(rows.dtype), by_gate.to(gates.dtype), None, None, None
+        return by_row, by_gate.to(gates.dtype), None, None, None
 
 
 class _Permuted(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from picotron_ray.config.schema.model import MoeConfig
 from picotron_ray.errors import LayoutError
+from picotron_ray.models.layers import expert_rows
 from picotron_ray.models.layers.expert_rows import gated_sum, rows_of, sort_routes
 from picotron_ray.models.layers.experts import Experts
 from picotron_ray.models.layers.moe import Here, MixtureOfExperts, Router
@@ -23,6 +24,7 @@ from picotron_ray.parallel.expert.expert_parallel import (
     apply_expert_parallel,
 )
 from tests.support.gloo.group import Group
+from tests.support.gloo.peak import LiveStorage
 
 
 def router(**options: Any) -> Router:
@@ -139,8 +141,25 @@ def test_assignments_lie_by_expert_in_their_order() -> None:
     assert none.places.tolist() == [6] * 6
 
 
-def test_rows_that_carry_nothing_meet_nothing() -> None:
-    """Whatever lies in them, sums, gates and gradients are those of what is sent."""
+def test_weighted_rows_are_made_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows in bf16 the weighted ones are in fp32: as a whole they would be the largest tensor."""
+    monkeypatch.setattr(expert_rows, "PIECE_BYTES", 1 << 10)
+    routes = sort_routes(
+        torch.arange(8).repeat(32, 1)[None, :, :4], torch.ones(1, 32, 4, dtype=torch.bool), 8
+    )
+    rows = torch.randn(len(routes.order), 64, dtype=torch.bfloat16, requires_grad=True)
+    gates = torch.rand(128, requires_grad=True)
+    with LiveStorage() as storage:
+        out = gated_sum(rows, gates, routes)
+        torch.autograd.grad(out.sum(), (rows, gates))
+    wide = 2 * rows.nbytes
+    assert storage.peak < out.nbytes + rows.nbytes + wide // 4
+
+
+@pytest.mark.parametrize("piece_bytes", [expert_rows.PIECE_BYTES, 1, 100])
+def test_rows_that_carry_nothing_meet_nothing(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies in them, sums, gates and gradients are those of what is sent, in pieces of any size."""
+    monkeypatch.setattr(expert_rows, "PIECE_BYTES", piece_bytes)
     experts, gates = torch.tensor([[[2, 0], [1, 2], [0, 2]]]), torch.rand(6, dtype=torch.float64)
     kept = torch.tensor([[[True, False], [True, True], [True, True]]])
     routes = sort_routes(experts, kept, 3)

@@ -27,27 +27,27 @@ from tests.support.runs.by_hand import job_by_hand as job
 @pytest.mark.parametrize(
     ("options", "layout", "state", "kept"),
     [
-        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, 96 bytes of routes, 2·8 weighted
-        # ones, and with ep rows of 2·8 as they came back.
-        ({}, Layout(micro_batch=2), 8072 * 16, 12 * 752),
-        ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 12 * (752 + 64)),
-        # Half of it, but gathered inputs of 2·8, and rows of 2·8 on their way in, out and weighted.
-        ({}, Layout(dp=2, ep=2, tp=2, micro_batch=2), 3460 * 16, 12 * (376 + 64 + (64 + 64 * 3) / 2)),
+        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements and 96 bytes of routes; what comes
+        # back from other ranks is kept in the place of what experts gave.
+        ({}, Layout(micro_batch=2), 8072 * 16, 12 * 688),
+        ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 12 * 688),
+        # Half of it, but gathered inputs of 2·8, and rows of 2·8 on their way in and out.
+        ({}, Layout(dp=2, ep=2, tp=2, micro_batch=2), 3460 * 16, 12 * (344 + (64 + 64 * 2) / 2)),
         # Experts are left on two copies of four: a half of 4·288, a quarter of the rest.
-        ({}, Layout(dp=4, ep=2, zero=1, micro_batch=2), (5768 // 4 + 1152 // 2) * 16, 12 * (752 + 64)),
-        # In 16 bits the router has a wide input, and results are weighted wide.
+        ({}, Layout(dp=4, ep=2, zero=1, micro_batch=2), (5768 // 4 + 1152 // 2) * 16, 12 * 688),
+        # In 16 bits the router has a wide input.
         (
             {"precision": "bf16"},
             Layout(dp=2, ep=2, micro_batch=2),
             6920 * 16,
-            12 * (148 * 2 + 96 + 96 + 32),
+            12 * (148 * 2 + 96 + 32),
         ),
         # Muon has one moment of every matrix inside a block.
         (
             {"optimizer": {"name": "muon"}},
             Layout(dp=2, ep=2, micro_batch=2),
             6920 * 16 - 4 * 512 * 4,
-            12 * (752 + 64),
+            12 * 688,
         ),
     ],
     ids=str,
@@ -62,7 +62,7 @@ def test_a_recomputed_block_of_a_mixture() -> None:
     """Selectively a block keeps 40 + 44 elements, and makes the others once more while it is at work."""
     found = block_bytes(job(MIXTURE), Layout(micro_batch=2), 1)
     assert (found.selective, found.full) == (12 * 84 * 4, 12 * 8 * 4)
-    assert (found.selective_again, found.full_again) == (12 * (752 - 84 * 4), 12 * (752 - 8 * 4))
+    assert (found.selective_again, found.full_again) == (12 * (688 - 84 * 4), 12 * (688 - 8 * 4))
 
 
 @pytest.mark.parametrize(

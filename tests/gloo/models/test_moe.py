@@ -40,6 +40,8 @@ ALIGNED = moe(intermediate_size=16)  # a grouped product wants rows of 16 bytes,
 TIGHT = moe(capacity_factor=0.75, loss_coefficient=0.5, normalize=False)
 # fmt: off
 LAYOUTS = [  # what pairs of dimensions on four processes leave out (test_matrix)
+    (moe(experts=3), Layout(dp=2, zero=3, micro_batch=3), 10),  # ZeRO cuts within the experts
+    (moe(experts=3), Layout(dp=2, cp=2, tp=2, zero=2, micro_batch=3), 10),
     (MIXTURE, Layout(dp=8, ep=4, zero=3, micro_batch=1), 7),    # one replica has nothing but fill rows
     (MIXTURE, Layout(dp=2, cp=2, tp=2, ep=2, zero=2, micro_batch=3), 10),
     (MIXTURE, Layout(dp=2, tp=2, pp=2, ep=2, schedule="1f1b", micro_batch=2), 10),

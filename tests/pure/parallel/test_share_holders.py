@@ -156,7 +156,7 @@ CHANGES = [
     (LARGE, Layout(dp=64, tp=4, pp=2, zero=1), Layout(dp=60, tp=4, zero=1), 18),
     # 16 experts in 64 parts of each; 63 divide nothing of them, so that a member wants one as a whole
     (MIXED, Layout(dp=512, ep=8, zero=1), Layout(dp=504, ep=8, zero=1), 68),
-    (MIXED, Layout(dp=512, ep=8, zero=1), Layout(dp=256, ep=8, zero=1), 5),
+    (MIXED, Layout(dp=512, ep=8, zero=1), Layout(dp=256, ep=8, zero=1), 9),
     (LARGE, Layout(dp=2040 * 8, zero=3), Layout(dp=2048 * 8, zero=3), 9),
 ]
 

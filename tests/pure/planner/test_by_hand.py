@@ -27,7 +27,7 @@ from tests.support.runs.by_hand import job_by_hand as job
 @pytest.mark.parametrize(
     ("options", "layout", "state", "kept"),
     [
-        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements and 96 bytes of routes; what comes
+        # Two of four experts: blocks of 528. A token keeps 56 + 92 elements, 96 bytes of routes; what comes
         # back from other ranks is kept in the place of what experts gave.
         ({}, Layout(micro_batch=2), 8072 * 16, 12 * 688),
         ({}, Layout(dp=2, ep=2, micro_batch=2), 6920 * 16, 12 * 688),

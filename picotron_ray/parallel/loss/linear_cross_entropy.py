@@ -25,6 +25,7 @@ from torch import Tensor
 
 from picotron_ray.comm.collectives.assigned import count_all_reduce
 from picotron_ray.models.layers.softcap import softcap
+from picotron_ray.parallel.precision.wide_sums import add_product
 
 
 class LinearCrossEntropy:
@@ -136,7 +137,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if found_x is not None:
                 torch.mm(of_logits, cast, out=found_x[part])
             if found_weight is not None:
-                _add_product(found_weight, of_logits.T, x[part])
+                add_product(found_weight, of_logits.T, x[part])
         return found_x, found_weight, None, None
 
 
@@ -144,11 +145,3 @@ def _asked_for(ctx: Any) -> list[bool]:
     """Whether the current backward pass needs gradients of the input, and of the weight."""
     nodes = [node for node, _ in ctx.next_functions[:2]]
     return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, in the type of ``total``."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

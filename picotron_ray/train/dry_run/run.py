@@ -9,7 +9,7 @@ What is not as in training, and named here:
 
 - every value that the host reads from a tensor (loss, norms) is 1, and a mixture's router spreads tokens
   evenly over its experts (`even_routes`),
-- kernels are those of the CPU,
+- kernels are those of the CPU, but for sums that products are added to (`parallel.precision.wide_sums`),
 - workspaces inside kernels and the allocator's rounding are not seen.
 """
 
@@ -38,6 +38,7 @@ from picotron_ray.data.batch import StepBatch, batch_shape
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import Mesh, make_mesh
+from picotron_ray.parallel.precision import wide_sums
 from picotron_ray.train.dry_run.call_order import Call
 from picotron_ray.train.dry_run.even_routes import routes_are_even
 from picotron_ray.train.dry_run.step_counter import StepCounter
@@ -105,7 +106,7 @@ def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True)
     """
     if dist.is_initialized():
         raise LayoutError("dry run: saw a process group, expected a process of its own without one")
-    mode: Any = _fake_tensors() if fake else contextlib.nullcontext()
+    mode: Any = _fake_tensors(job.cluster.device) if fake else contextlib.nullcontext()
     with fake_world(layout, rank):
         with StepCounter({}) as made:
             mesh = make_mesh(layout, rank, "cpu")
@@ -120,14 +121,19 @@ def dry_run(job: JobConfig, layout: Layout, rank: int = 0, *, fake: bool = True)
 
 
 @contextlib.contextmanager
-def _fake_tensors() -> Iterator[None]:
-    """Enter fake tensors, in which modules may be moved and cast.
+def _fake_tensors(kind: str) -> Iterator[None]:
+    """Enter fake tensors, in which modules may be moved and cast, and sums widen as on a ``kind`` of device.
 
     torch refuses to swap a parameter that has weak references; those that its fake mode keeps do not mind.
     """
     unseen = SimpleNamespace(getweakrefs=lambda tensor: [])
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with patch.object(torch.utils, "weakref", unseen), warnings.catch_warnings():
+    widening = frozenset({"cpu"} if kind in wide_sums.WIDENING else ())  # where fake tensors are
+    with (
+        patch.object(torch.utils, "weakref", unseen),
+        patch.object(wide_sums, "WIDENING", widening),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", UserWarning)  # of gradients and addresses that fake tensors lack
         _forget_tables()
         try:

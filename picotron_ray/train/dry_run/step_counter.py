@@ -59,7 +59,7 @@ class StepCounter(TorchDispatchMode):
             self.calls.append(call)
         elif launches(func):
             self.kernels[func._schema.name] += 1
-        known = known_result(func, args)
+        known = known_result(func, args, kwargs)
         if known is not None:
             return known
         found = func(*args, **kwargs)

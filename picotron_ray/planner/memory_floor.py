@@ -90,7 +90,7 @@ def memory_floor(job: JobConfig, leanest: Sequence[Layout]) -> MemoryFloor:
         0.0 if layout.offload_activations else tokens / cut * (min(of.values()) if quantized else of["full"])
     )
     working = 0.0 if quantized or not kept else tokens / cut * (of["kept"] - of["full"])
-    head, last = logit_bytes(job, layout, tokens, 0.0, 1.0).loss, layout.last_stage_rank
+    head, last = logit_bytes(job, layout, tokens, (0.0, 0.0), 1.0).loss, layout.last_stage_rank
     logits = (0.0, head) if job.kernels.loss == "linear" else (head, 0.0)
     ranks = []
     for rank in sorted({layout.first_stage_rank, last}):

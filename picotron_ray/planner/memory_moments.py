@@ -15,6 +15,7 @@ has gathered then. The dry run (`train.dry_run`) counts the same bytes operator 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,8 +151,11 @@ def rank_moments(
     unreduced = layout.zero == 1 or (layout.zero and layout.pp > 1)
     # a gradient waits in 16 bits to be added up, or in the type of the sum where autograd casts it first
     # (`parallel.precision.compute_weights`); FSDP casts when it reduces
-    cast_first = splits_backward(job, layout) or job.precision == "fp8"
-    added = (wide if cast_first else item) if narrows(job) and not (layout.zero and layout.shards > 1) else 0
+    added = (
+        (wide if _casts_first(job, layout) else item)
+        if narrows(job) and not (layout.zero and layout.shards > 1)
+        else 0
+    )
     made, copies = weight_bytes(job) + added, _copies(job, layout, parameters, depth)
     return RankMoments(
         blocks=block_bytes(job, layout, flying),
@@ -160,7 +164,7 @@ def rank_moments(
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
         at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
         + _largest_matrix(job, layout) * made,
-        logits=logit_bytes(job, layout, tokens, head * made, flying) if head else HeadBytes(),
+        logits=logit_bytes(job, layout, tokens, (head, made), flying) if head else HeadBytes(),
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) if together else 0.0,
@@ -168,11 +172,16 @@ def rank_moments(
     )
 
 
-def logit_bytes(job: JobConfig, layout: Layout, tokens: float, weight: float, flying: float) -> HeadBytes:
-    """Bytes of logits when they are made, when the loss is, and when the head's gradient (``weight``) is.
+def logit_bytes(
+    job: JobConfig, layout: Layout, tokens: float, weight: tuple[float, float], flying: float
+) -> HeadBytes:
+    """Bytes of logits when they are made, when the loss is, and when the head's gradient is.
 
     In a pipeline a micro-batch keeps its softmax and its output until its backward pass. Capped logits are a
     further copy, wide.
+
+    Args:
+        weight: elements of the head here, and bytes of each in its gradient.
     """
     sizes, item, wide = sizes_of(job.model), COMPUTE_BYTES[job.precision], STATE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
@@ -181,7 +190,8 @@ def logit_bytes(job: JobConfig, layout: Layout, tokens: float, weight: float, fl
     capped = wide if job.model.builder is None and job.model.logit_softcap is not None else 0
     if job.kernels.loss == "linear":
         one = min(tokens, job.kernels.loss_chunk) * sizes.vocabulary / cut * (wide + narrow + capped)
-        return HeadBytes(one, one, one + inputs + weight)
+        narrowed = one * narrow / (wide + narrow + capped)
+        return HeadBytes(one, one, inputs + _linear_head_bytes(job, layout, weight[0], one, narrowed))
     one = tokens * sizes.vocabulary / cut
     waiting = 0.0
     if layout.pp > 1:
@@ -189,7 +199,30 @@ def logit_bytes(job: JobConfig, layout: Layout, tokens: float, weight: float, fl
     waiting += one * capped * (flying if layout.pp > 1 else 1.0)
     made = waiting + one * (item + narrow)
     loss = waiting + one * (2 * wide + narrow if cut > 1 else 3 * wide)
-    return HeadBytes(made, loss, made + inputs + weight)
+    return HeadBytes(made, loss, made + inputs + math.prod(weight))
+
+
+def _casts_first(job: JobConfig, layout: Layout) -> bool:
+    """Whether autograd casts gradients of copies in 16 bits before they are added up."""
+    return splits_backward(job, layout) or job.precision == "fp8"
+
+
+def _linear_head_bytes(
+    job: JobConfig, layout: Layout, elements: float, logits: float, narrowed: float
+) -> float:
+    """Most bytes while the linear cross-entropy makes the head's gradient, in a wide sum over chunks.
+
+    That is when a chunk's logits are made; or when their gradient, in 16 bits, is multiplied, by a kernel
+    that adds to the sum or one whose product is added later (`parallel.precision.wide_sums`); or at the end,
+    when autograd casts the sum to the type of the weight.
+
+    Args:
+        logits: bytes of a chunk's; narrowed: of their gradient in 16 bits, 0 where nothing is.
+    """
+    total, item = elements * STATE_BYTES[job.precision], COMPUTE_BYTES[job.precision]
+    product = elements * item if narrowed and job.cluster.device != "cuda" else 0.0
+    cast = elements * item if narrows(job) and not _casts_first(job, layout) else 0.0
+    return total + max(logits, narrowed + product, cast)
 
 
 def _largest_matrix(job: JobConfig, layout: Layout) -> float:

@@ -93,6 +93,23 @@ def _logits(x: Tensor, weight: Tensor, cap: float | None) -> Tensor:
     return found if cap is None else softcap(found, cap)
 
 
+def _gradient_of_logits(
+    how: LinearCrossEntropy, x: Tensor, weight: Tensor, targets: Tensor, total: Tensor, gradient: Tensor
+) -> Tensor:
+    """Make the logits of a chunk again and turn them into their gradient, in the type of ``x``.
+
+    Args:
+        total: log-sum-exp of each token; gradient: of its loss.
+    """
+    found = _logits(x, weight, how.cap)
+    slope = None if how.cap is None else (found / how.cap).square_().neg_().add_(1)
+    found.sub_(total.unsqueeze(-1)).exp_()
+    at, inside = how.local(targets, len(weight))
+    found.scatter_add_(-1, at, -inside.to(found.dtype).unsqueeze(-1))
+    found.mul_(gradient.unsqueeze(-1))
+    return (found if slope is None else found.mul_(slope)).to(x.dtype)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Autograd function of the loss: ``x [n, hidden]`` in the type of products, ``targets`` of n tokens.
 
@@ -111,6 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 at, inside = how.local(targets[part], len(weight))
                 picked[part] = logits.gather(-1, at).squeeze(-1) * inside
                 total[part] = logits.logsumexp(dim=-1)
+                del logits  # before the next ones are made
             total, picked = how.over_vocabulary(total, picked)
         ctx.save_for_backward(x, weight, targets, total)
         ctx.how = how
@@ -127,17 +145,12 @@ class _ChunkedLoss(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)  # over chunks; autograd casts the sum
         found_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         for part in how.chunks(len(x)):
-            of_logits = _logits(x[part], cast, how.cap)
-            slope = None if how.cap is None else (of_logits / how.cap).square_().neg_().add_(1)
-            of_logits.sub_(total[part].unsqueeze(-1)).exp_()
-            at, inside = how.local(targets[part], len(weight))
-            of_logits.scatter_add_(-1, at, -inside.to(of_logits.dtype).unsqueeze(-1))
-            of_logits.mul_(gradient[part].unsqueeze(-1))
-            of_logits = (of_logits if slope is None else of_logits.mul_(slope)).to(x.dtype)
+            of_logits = _gradient_of_logits(how, x[part], cast, targets[part], total[part], gradient[part])
             if found_x is not None:
                 torch.mm(of_logits, cast, out=found_x[part])
             if found_weight is not None:
                 add_product(found_weight, of_logits.T, x[part])
+            del of_logits  # before the next ones are made
         return found_x, found_weight, None, None
 
 

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -107,23 +108,43 @@ def buffers(
             yield np.empty(0, dtype=np.uint8)
 
 
-def first_nonfinite(state: Iterable[StateTensor]) -> str | None:
-    """Find a tensor that holds NaN or infinity; encoded ones and integers are not looked at.
+def look_for_nonfinite(state: Iterable[StateTensor]) -> Callable[[], str | None]:
+    """Look for a tensor that holds NaN or infinity; what is returned says its name, or None.
 
-    A norm is not finite where a value is not, and is far quicker than a look at each value. It may overflow
-    too. So the values themselves are looked at only where it says so.
+    A device is asked now, about its tensors as they are in the order of the current stream, and the answer is
+    waited for when it is read. The host's are looked at then. Encoded ones and integers are not looked at.
+
+    A norm is not finite where a value is not, and is far quicker than a look at each value. On the host that
+    is the sum of squares, which may overflow too, so that the values are looked at where it says so. Of a
+    device it is the largest value, which is as quick there and says it for certain.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for entry in state:
         tensor = entry.tensor
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
             alike.setdefault((tensor.device, tensor.dtype), []).append((entry.shard.name, tensor.detach()))
-    for found in alike.values():
-        norms = torch.stack(torch._foreach_norm([tensor for _, tensor in found]))
-        for (name, tensor), finite in zip(found, norms.isfinite().tolist(), strict=True):
-            if not finite and not tensor.isfinite().all():
-                return name
+    looks: list[Callable[[], str | None]] = []
+    for (device, _), found in alike.items():
+        looks.append(partial(_overflowing, found) if _on_host(device) else _largest_values(found))
+    return lambda: next((name for look in looks if (name := look()) is not None), None)
+
+
+def _on_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _overflowing(found: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    norms = torch.stack(torch._foreach_norm([tensor for _, tensor in found]))
+    for (name, tensor), finite in zip(found, norms.isfinite().tolist(), strict=True):
+        if not finite and not tensor.isfinite().all():
+            return name
     return None
+
+
+def _largest_values(found: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], str | None]:
+    finite = torch.stack(torch._foreach_norm([tensor for _, tensor in found], float("inf"))).isfinite()
+    names = [name for name, _ in found]
+    return lambda: next((name for name, good in zip(names, finite.tolist(), strict=True) if not good), None)
 
 
 def restore(

@@ -6,8 +6,9 @@ on one node share the copying. A flush, at the end of a generation, holds the ne
 (`layout.snapshot_shares`), so that the newest step survives any one of them; of a small state it holds all.
 Every slot carries the ledger lines since the last commit.
 
-Slots grow in the background where a generation writes more than the one before. Until they are large enough,
-snapshots that no checkpoint asks for are skipped; without room for it they still are, and are tried again.
+Slots grow in the background where a generation writes more than the one before, and their pages are locked
+there, once, where a device writes into them (`page_locks`). Until both are done, snapshots that no checkpoint
+asks for are skipped; without room to grow they still are, and it is tried again.
 
 The ranks tell each other which step is sealed everywhere, in the exchange that ends every step
 (`step_sync`). That costs no message and comes at once. An announcement by the coordinator, once a second,
@@ -23,13 +24,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from picotron_ray.checkpoint.snapshot.replica_split import shared_tensors, split_for_replica, state_bytes
 from picotron_ray.checkpoint.snapshot.slot_file import SlotFile
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey, slot_bytes
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool
-from picotron_ray.checkpoint.torch_state import StateTensor, first_nonfinite
+from picotron_ray.checkpoint.torch_state import StateTensor, look_for_nonfinite
 from picotron_ray.data.batch import samples_of
 from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout.layout import Layout
@@ -124,6 +126,7 @@ class Snapshotter:
         self._pending_pinned = False
         self._closing, self._hurry = threading.Event(), threading.Event()
         self._growing: Future[None] | None = None
+        self._ending = False
         self._parts_grown = 0
         self._no_room = False
         self._told = ""
@@ -133,7 +136,7 @@ class Snapshotter:
         self.cost_s = 0.0
         self.waited_s = 0.0
         self.pinned_wait_s = 0.0  # of the newest checkpoint's copy
-        self._grow_if_short()
+        self._prepare_slots()
 
     def begin(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
         """Start to copy the state at ``step``; False if no slot is free, or the one before is not sealed yet.
@@ -147,7 +150,9 @@ class Snapshotter:
         self.wait_sealed()
         if self._no_room:
             self._no_room = False
-            self._grow_if_short()
+            self._prepare_slots()
+        elif self._growing is None and self._pool.unlocked:
+            self._prepare_slots()
         if self._growing is not None and not pinned and not self._growing.done():
             self.skipped += 1
             return False
@@ -226,6 +231,7 @@ class Snapshotter:
             SlotRoomError: ``pinned``, and there is no room even for this rank's own share.
         """
         self.wait_sealed()
+        self._ending = True
         self._wait_grown()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
@@ -265,11 +271,18 @@ class Snapshotter:
 
     # --- room --------------------------------------------------------------------------------------------
 
-    def _grow_if_short(self) -> None:
-        if self._pool.short(self._capacity):
-            self._growing = self._executor.submit(
-                self._pool.grow, self._capacity, self._complete, self._may_not_wait
-            )
+    def _prepare_slots(self) -> None:
+        """Make slots large enough in the background, and lock the pages of those whose are not."""
+        short = self._pool.short(self._capacity)
+        if short or self._pool.unlocked:
+            self._growing = self._executor.submit(self._grow_and_lock, short)
+
+    def _grow_and_lock(self, short: bool) -> None:
+        try:
+            if short:
+                self._pool.grow(self._capacity, self._complete, self._may_not_wait)
+        finally:
+            self._pool.lock_pages(lambda: self._may_not_wait() or self._ending)
 
     def _may_not_wait(self) -> bool:
         self._parts_grown += 1  # it is asked between the parts of a slot
@@ -336,17 +349,18 @@ class Snapshotter:
         began = time.monotonic()
         shards = tuple(tensor.shard for tensor in tensors)
         with self._copies.reading():
-            self._check(header, tensors)
-            bodies = self._copies.buffers(tensors, moving=slot.holds(header, shards))
-            slot.write(header, shards, bodies, pinned=pinned, on_phase=self._on_phase)
+            nonfinite = look_for_nonfinite(tensors)  # before the copies: read when they are done
+            content = self._copies.buffers(tensors, moving=slot.holds(header, shards))
+            check = partial(self._check, header, nonfinite)
+            slot.write(header, shards, content, pinned=pinned, check=check, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step
         self._on_sealed(header.step, pinned, seconds)
 
-    def _check(self, header: SlotHeader, tensors: Sequence[StateTensor]) -> None:
+    def _check(self, header: SlotHeader, nonfinite: Callable[[], str | None]) -> None:
         """Refuse a state that is not finite: each rank vouches for what it writes."""
-        name = first_nonfinite(tensors)
+        name = nonfinite()
         if name is not None:
             samples = samples_of(header.step, self._writer.global_batch)
             raise NumericsError(

@@ -3,15 +3,21 @@
 On CPUs the thread of snapshots copies straight from the live tensors into the slot. The copy itself is the
 cost: it takes a core or memory bandwidth from the step, hidden or not, so that it may take half of the time.
 
-On CUDA it runs beside the step, on a stream of its own:
+On CUDA it runs beside the step, on a stream of its own, into pages of the slot that are locked
+(`page_locks`):
 
 1. ``begin``, on the training thread, records an event behind the last update. The own stream waits for it, so
    that it reads what that update has written, and waits for nothing that comes later.
-2. The thread of snapshots queues copies into a ring of page-locked chunks, as many as are free, and drains
-   each into the slot, with its digest, once its event has come. The ring bounds the memory, not the state.
-3. ``follow``, on the training thread before the optimizer's first write, waits until the last copy is queued;
-   its stream then waits for that copy's event. The host waits neither for the last copy nor for its digest,
-   but for those before, as far as the ring does not hold the state: a chunk is free once it is digested.
+2. The thread of snapshots queues the copies of the whole state, each to its place in the slot, and records an
+   event behind the last.
+3. ``follow``, on the training thread before the optimizer's first write, makes its stream wait for that
+   event. The host waits for no copy: at most until all are queued, which is long before.
+4. The thread of snapshots waits for the event, digests what lies in the slot, and seals it.
+
+Where pages are not locked (CUDA has refused it, slots lie on a disk, a slot has just grown) step 2 is by a
+ring of page-locked chunks (`CopyRing`): as many copies are queued as are free, and each is drained into the
+slot, with its digest, once its event has come. ``follow`` then waits on the host for all copies but those
+that the ring holds.
 
 Live tensors are not freed while they are read: they are the engine's for its whole life, and the snapshotter
 joins its thread, which has waited for its stream, before the engine goes. What is made on the own stream
@@ -19,7 +25,7 @@ joins its thread, which has waited for its stream, before the engine goes. What 
 
 What a snapshot costs a step is then what the loop and its stream waited, at most 2 % of the steps between two
 of them; and one must end before the next begins. Of the device's memory bandwidth a copy takes what the bus
-carries, a hundredth. Run on one H100 (docs/gpu.md).
+carries, a hundredth. The ring has run on one H100 (docs/gpu.md), locked slots on no GPU yet.
 """
 
 from __future__ import annotations
@@ -37,13 +43,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from picotron_ray.checkpoint.snapshot.slot_file import Content, Place
 from picotron_ray.checkpoint.torch_state import StateTensor, buffers
 from picotron_ray.comm.collectives.exposed import ExposedTime
 
 HOST_SHARE, DEVICE_SHARE = 0.5, 0.02
 """Largest share of time that snapshots may take: of copying on CPUs, of waiting for copies on CUDA."""
 CHUNK_BYTES, CHUNKS = 32 << 20, 4
-"""Of the ring: 128 MiB of page-locked memory a worker."""
+"""Of the ring: 128 MiB of page-locked memory a worker, made where it is used."""
 
 MOST_TIMES = 999
 
@@ -57,11 +64,13 @@ class CopyTimes(NamedTuple):
         copy_s: on the own stream, from the first copy to the end of the last.
         exposed_s: of that, what the stream that trains has waited before the optimizer's first write.
         host_wait_s: what the training thread has waited until the last copy was queued.
+        direct: 1 where the device wrote into the slot by itself, 0 where it went through the ring.
     """
 
     copy_s: float
     exposed_s: float
     host_wait_s: float
+    direct: float
 
 
 class StateCopies(Protocol):
@@ -79,8 +88,8 @@ class StateCopies(Protocol):
     def reading(self) -> AbstractContextManager[None]:
         """Be entered by the thread that reads the state, for as long as it does."""
 
-    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
-        """Yield what `SlotFile.write` takes, one for each tensor."""
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
+        """Return what `SlotFile.write` takes, one for each tensor."""
 
     def follow(self, pending: Future[None]) -> None:
         """Return once the state may be written by what the training thread does or queues from now on.
@@ -104,7 +113,7 @@ class HostCopies:
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
         return buffers(state, moving=moving)
 
     def follow(self, pending: Future[None]) -> None:
@@ -120,12 +129,13 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._chunks = page_locked_chunks()
+        self._chunks: list[Tensor] = []  # of the ring, where it is used
         self._ready: torch.cuda.Event | None = None
         self._read: torch.cuda.Event | None = None  # behind the last copy
         self._queued = threading.Event()  # the last copy is, or none will be
         self._exposed = ExposedTime(device)
         self._host_wait_s = self._stall_s = 0.0
+        self._direct = False
         self._first = torch.cuda.Event(enable_timing=True)  # before the first copy
         self.taken: list[CopyTimes] = []
 
@@ -141,7 +151,7 @@ class DeviceCopies:
         if self._read is None:
             return
         copy_s = self._first.elapsed_time(self._read) / 1e3
-        found = CopyTimes(copy_s, self._exposed.seconds, self._host_wait_s)
+        found = CopyTimes(copy_s, self._exposed.seconds, self._host_wait_s, float(self._direct))
         stalled_s = found.exposed_s + found.host_wait_s
         self._stall_s = 0.8 * self._stall_s + 0.2 * stalled_s if self._stall_s else stalled_s
         self.taken = [*self.taken[-MOST_TIMES:], found]
@@ -160,28 +170,77 @@ class DeviceCopies:
         finally:
             self._queued.set()
 
-    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Iterator[Any]:
-        """Yield the parts of each tensor of the device as they arrive; others as `torch_state.buffers` does.
+    def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
+        """Return what queues the copies, once the slot is open for them, and yields what has arrived.
 
         Where the host reads some by itself (offloaded or encoded moments), `follow` waits for the whole.
         """
+        return partial(self._arriving, state, moving)
+
+    def _arriving(
+        self, state: Sequence[StateTensor], moving: bool, places: Sequence[Place] | None
+    ) -> Iterator[Any]:
         assert self._ready is not None
         copied = [entry for entry in state if not (moving and entry.still) and entry.shard.box.numel]
-        pieces = [piece for entry in copied if self._is_ours(entry) for piece in pieces_of(entry)]
-        transfer = CopyRing(self._stream, self._chunks, pieces)
-        if all(self._is_ours(entry) for entry in copied):
-            transfer.on_queued = self._all_queued
-            transfer.queue()
-        else:
+        ours = [self._is_ours(entry) for entry in copied]
+        if not all(ours):
             self._ready.synchronize()  # the device may still be writing what the host reads
-        return self._each(state, moving, transfer)
+        self._direct = places is not None
+        by_device = [entry for entry, is_ours in zip(copied, ours, strict=True) if is_ours]
+        on_queued = self._all_queued if all(ours) else None
+        if places is None:
+            return self._through_ring(state, moving, by_device, on_queued)
+        return self._into_places(state, moving, by_device, places, on_queued)
 
-    def _each(self, state: Sequence[StateTensor], moving: bool, transfer: CopyRing) -> Iterator[Any]:
-        for entry in state:
-            if (moving and entry.still) or not entry.shard.box.numel or not self._is_ours(entry):
-                yield from buffers([entry], moving=moving)
-            else:
-                yield transfer.parts(len(pieces_of(entry)))
+    def _into_places(
+        self,
+        state: Sequence[StateTensor],
+        moving: bool,
+        by_device: Sequence[StateTensor],
+        places: Sequence[Place],
+        on_queued: OnQueued | None,
+    ) -> Iterator[Any]:
+        """Queue copies of the whole state at once; yield each place once all are there."""
+        wanted = {id(entry) for entry in by_device}
+        for entry, place in zip(state, places, strict=True):
+            if id(entry) in wanted:
+                start_copy(torch.from_numpy(place), bytes_of(entry))
+        last = _recorded(self._stream)
+        if on_queued is not None:
+            on_queued(last)
+
+        def arrived() -> Iterator[Any]:
+            last.synchronize()
+            for entry, place in zip(state, places, strict=True):
+                if id(entry) in wanted:
+                    yield place
+                else:
+                    yield from buffers([entry], moving=moving)
+
+        return arrived()
+
+    def _through_ring(
+        self,
+        state: Sequence[StateTensor],
+        moving: bool,
+        by_device: Sequence[StateTensor],
+        on_queued: OnQueued | None,
+    ) -> Iterator[Any]:
+        """Queue as many copies as the ring holds; yield the parts of each tensor as they arrive."""
+        self._chunks = self._chunks or page_locked_chunks()
+        pieces = [piece for entry in by_device for piece in pieces_of(entry)]
+        transfer = CopyRing(self._stream, self._chunks, pieces, on_queued)
+        transfer.queue()
+        wanted = {id(entry) for entry in by_device}
+
+        def arrived() -> Iterator[Any]:
+            for entry in state:
+                if id(entry) in wanted:
+                    yield transfer.parts(len(pieces_of(entry)))
+                else:
+                    yield from buffers([entry], moving=moving)
+
+        return arrived()
 
     def _is_ours(self, entry: StateTensor) -> bool:
         tensor = entry.tensor
@@ -207,17 +266,25 @@ class DeviceCopies:
 
 Piece = Callable[[], Tensor]
 """Makes a part of a tensor, as bytes on the device."""
+OnQueued = Callable[[torch.cuda.Event], None]
+"""Hears the event of the last copy, once that is queued."""
+
+
+def bytes_of(entry: StateTensor) -> Tensor:
+    """A tensor's bytes on the device, in the order of its elements; without a copy where contiguous."""
+    assert isinstance(entry.tensor, Tensor)
+    return entry.tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pieces_of(entry: StateTensor) -> list[Piece]:
     """Cut a tensor into parts of a chunk at most, in the order of its bytes."""
     assert isinstance(entry.tensor, Tensor)
-    live = entry.tensor.detach()
+    size = entry.tensor.numel() * entry.tensor.element_size()
 
     def part(start: int) -> Tensor:
-        return live.contiguous().view(-1).view(torch.uint8)[start : start + CHUNK_BYTES]
+        return bytes_of(entry)[start : start + CHUNK_BYTES]
 
-    return [partial(part, start) for start in range(0, live.numel() * live.element_size(), CHUNK_BYTES)]
+    return [partial(part, start) for start in range(0, size, CHUNK_BYTES)]
 
 
 class CopyRing:
@@ -225,15 +292,18 @@ class CopyRing:
 
     Args:
         stream: the current one of the thread that calls this.
-
-    Fields:
-        on_queued: hears the event of the last copy, once that is queued.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, chunks: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        chunks: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        on_queued: OnQueued | None,
+    ) -> None:
         self._stream, self._free, self._left = stream, list(chunks), deque(pieces)
         self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
-        self.on_queued: Callable[[torch.cuda.Event], None] = lambda last: None
+        self._on_queued = on_queued
 
     def queue(self) -> None:
         """Start copies into all chunks that are free."""
@@ -241,11 +311,10 @@ class CopyRing:
             source, chunk = self._left.popleft()(), self._free.pop()
             target = chunk[: source.numel()]
             start_copy(target, source)
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
+            event = _recorded(self._stream)
             self._under_way.append((chunk, target, event))
-            if not self._left:
-                self.on_queued(event)
+            if not self._left and self._on_queued is not None:
+                self._on_queued(event)
 
     def parts(self, count: int) -> Iterator[Any]:
         """Yield the next ``count`` parts as they arrive; each is valid until the next one is asked for."""
@@ -255,6 +324,13 @@ class CopyRing:
             event.synchronize()
             yield target.numpy()
             self._free.append(chunk)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Record an event on a stream; a thread that waits for it sleeps."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
 
 
 def start_copy(target: Tensor, source: Tensor) -> None:

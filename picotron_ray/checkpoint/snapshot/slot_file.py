@@ -9,10 +9,11 @@ One file holds what one rank copied of one step's state. Layout of the file::
     ...   header   JSON: term, n, step, rank, fragments, layout, cursor
     ...   ledger   JSON lines
 
-The seal is the xxh3_128 of everything but the body, and is zeroed before the first byte is overwritten
-and written last: a reader in another process sees either a sealed slot or none (None), never a half
-one, and a torn seal does not match. Shard digests are taken from the *source* buffers, so a bad copy
-is noticed too. The pin word lies outside the seal: the node's agent clears it when an upload is done.
+The seal is the xxh3_128 of everything but the body, and is zeroed before the first byte is overwritten and
+written last: a reader in another process sees either a sealed slot or none (None), never a half one, and a
+torn seal does not match. Shard digests are taken from the *source* buffers, so a bad copy is noticed too;
+what a device writes into a slot by itself is digested where it lies. The pin word lies outside the seal: the
+node's agent clears it when an upload is done.
 
 Writing a slot of 360 shards (4.4 MB) costs 1.1 ms on a busy 2-core machine; copies of large shards run
 without the GIL. Torch-free: agents read slots too.
@@ -26,7 +27,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -56,6 +57,23 @@ from picotron_ray.layout.shards import Shard
 GROW_BYTES = 256 << 20
 CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 Buffer = Any  # anything with the buffer protocol: numpy array, memoryview, bytes
+Place = np.ndarray[Any, np.dtype[np.uint8]]
+Content = Iterable[Buffer | None] | Callable[[Sequence[Place] | None], Iterable[Buffer | None]]
+"""What `SlotFile.write` takes: bytes of each shard, or what makes them once the slot is open for them.
+
+It is given the shards' places in the slot where pages are locked, None elsewhere. A buffer that is (a part
+of) the shard's place has been written there, and is digested alone.
+"""
+
+
+class PageLocks(Protocol):
+    """Way to lock pages in memory, so that a device writes into them by itself."""
+
+    def lock(self, address: int, length: int) -> bool:
+        """Lock memory in place, both multiples of a page; False where it is refused."""
+
+    def unlock(self, address: int) -> None:
+        """Give back what was locked at an address."""
 
 
 class SlotFile:
@@ -65,6 +83,7 @@ class SlotFile:
         self.path = path
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, capacity)
+        self._locks: PageLocks | None = None  # that have locked the map
         self._shards: tuple[Shard, ...] = ()
         self._offsets: list[int] = []
         self._body_bytes = 0
@@ -111,6 +130,17 @@ class SlotFile:
         """Pinned, and no upload has begun to read it."""
         return self._map[PIN_AT] not in (0, READING)
 
+    @property
+    def locked(self) -> bool:
+        """Whether its pages are locked, so that a device writes into them by itself."""
+        return self._locks is not None
+
+    def lock_pages(self, locks: PageLocks) -> bool:
+        """Lock the pages until the slot grows or is closed; False where it is refused."""
+        if self._locks is None and locks.lock(self._address, self.capacity):
+            self._locks = locks
+        return self.locked
+
     def set_pinned(self, pinned: bool) -> None:
         self._map[PIN_AT] = int(pinned)
 
@@ -126,9 +156,10 @@ class SlotFile:
         self,
         header: SlotHeader,
         shards: Sequence[Shard],
-        buffers: Iterable[Buffer | None],
+        buffers: Content,
         *,
         pinned: bool = False,
+        check: Callable[[], None] = lambda: None,
         on_phase: Callable[[str], None] | None = None,
     ) -> None:
         """Replace the slot's content; it is unsealed until the last byte is there.
@@ -137,8 +168,9 @@ class SlotFile:
             header: identity of the state.
             shards: what is written, in the order of ``buffers``; reuse the same tuple between steps.
             buffers: C-contiguous bytes of each shard, or an iterator over them in parts, each valid until the
-                next one; None of one that stays as it lies there (`holds`).
+                next one; None of one that stays as it lies there (`holds`). Or what makes them (`Content`).
             pinned: keep it from being reused until the pin is cleared.
+            check: called when the body is written; what it raises leaves the slot unsealed.
             on_phase: called once with "snapshot" when half of the body is written (scripted faults).
 
         Raises:
@@ -157,7 +189,10 @@ class SlotFile:
         if needed > self.capacity:
             self.grow(needed + SLACK_BYTES)  # before anything is void: it may fail
         self.unseal()
+        if callable(buffers):
+            buffers = buffers(self._places(areas[2]) if self.locked else None)
         digests = self._copy_body(areas[2], buffers, on_phase)
+        check()
         prefix = AREAS.pack(*areas)
         self._map[AREAS_AT : AREAS_AT + len(prefix)] = prefix
         parts = (self._encoded_table, digests, encoded, ledger)
@@ -169,6 +204,8 @@ class SlotFile:
 
     def grow(self, capacity: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Enlarge the slot to ``capacity`` bytes, allocated and touched; what it holds stays, sealed or not.
+
+        Its pages are not locked any more.
 
         Args:
             stopped: asked every 256 MiB; once it is true, the slot stays as large as it has become.
@@ -192,6 +229,7 @@ class SlotFile:
             return
         larger = mmap.mmap(self._descriptor, reached)
         np.frombuffer(larger, dtype=np.uint8)[old::PAGE] = 0
+        self._unlock_pages()
         self._map = larger
 
     def unseal(self) -> None:
@@ -201,10 +239,25 @@ class SlotFile:
 
     def close(self, unlink: bool = False) -> None:
         """Close the file; ``unlink`` removes it from the folder too."""
+        self._unlock_pages()
         self._map.close()
         os.close(self._descriptor)
         if unlink:
             self.path.unlink(missing_ok=True)
+
+    @property
+    def _address(self) -> int:
+        return _address_of(np.frombuffer(self._map, dtype=np.uint8))
+
+    def _unlock_pages(self) -> None:
+        locks, self._locks = self._locks, None
+        if locks is not None:
+            locks.unlock(self._address)
+
+    def _places(self, body_at: int) -> list[Place]:
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        starts = [body_at + offset for offset in self._offsets]
+        return [whole[at : at + shard.nbytes] for at, shard in zip(starts, self._shards, strict=True)]
 
     def _set_shards(self, shards: tuple[Shard, ...]) -> None:
         if shards is not self._shards and shards != self._shards:
@@ -238,7 +291,9 @@ class SlotFile:
                 begin, end = end, end + source.nbytes
                 if end > shard.nbytes:
                     break
-                np.copyto(target[start + begin : start + end], source)
+                place = target[start + begin : start + end]
+                if _address_of(source) != _address_of(place):
+                    np.copyto(place, source)
                 digest.update(source.data)
             if end != shard.nbytes:
                 raise SlotError(
@@ -250,6 +305,10 @@ class SlotFile:
                 half = None
                 on_phase("snapshot")
         return b"".join(digests)
+
+
+def _address_of(data: Place) -> int:
+    return int(data.__array_interface__["data"][0])
 
 
 def _allocate(path: Path, descriptor: int, start: int, length: int) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from picotron_ray.checkpoint.snapshot.slot_file import SlotFile, free_bytes
+from picotron_ray.checkpoint.snapshot.slot_file import PageLocks, SlotFile, free_bytes
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader, SlotKey
 from picotron_ray.checkpoint.snapshot.slot_reader import read_header
 from picotron_ray.errors import SlotError, SlotRoomError
@@ -34,19 +34,21 @@ class SlotPool:
         count: int,
         capacity: int,
         room_follows: bool = False,
+        locks: PageLocks | None = None,
     ) -> None:
         """Allocate ``count`` slots of ``capacity`` bytes.
 
         Args:
             room_follows: others still hold room that they are about to give; one slot is enough until then,
                 and ``fill`` makes the others.
+            locks: of slots' pages, for a device that writes into them (`lock_pages`); None: none does.
 
         Raises:
             SlotError: they do not fit; nothing is left behind.
         """
         self.slots: list[SlotFile] = []
         self._folder, self._worker, self._capacity = Path(folder), worker, capacity
-        self.missing, self._made = count, 0
+        self.missing, self._made, self._locks = count, 0, locks
         try:
             while self.missing:
                 self._add()
@@ -73,6 +75,22 @@ class SlotPool:
     def short(self, capacity: int) -> bool:
         """Whether a slot is smaller than ``capacity`` bytes."""
         return any(slot.capacity < capacity for slot in self.slots)
+
+    @property
+    def unlocked(self) -> bool:
+        """Whether pages of a slot are still to be locked."""
+        return self._locks is not None and not all(slot.locked for slot in self.slots)
+
+    def lock_pages(self, stopped: Callable[[], bool]) -> None:
+        """Lock the pages of all slots, until one is refused; ``stopped`` is asked before each.
+
+        It takes long: locking touches every page.
+        """
+        for slot in self.slots:
+            if self._locks is None or stopped():
+                return
+            if not slot.lock_pages(self._locks):
+                self._locks = None  # the next one would be refused too
 
     def grow(self, capacity: int, newest_complete: SlotKey, stopped: Callable[[], bool]) -> None:
         """Enlarge all slots to ``capacity`` bytes, those first that nothing needs.

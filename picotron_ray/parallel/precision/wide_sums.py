@@ -1,9 +1,9 @@
 """Products of 16-bit matrices that are added to a wider sum, as the weight's gradient is over chunks.
 
-On CUDA the product's kernel adds to the fp32 sum itself (``torch.addmm`` with ``out_dtype``, torch >= 2.10; the
-sum is read and written in place): one pass instead of three over what is as large as the weight, nothing is
-rounded to 16 bits between, and no product is held. Elsewhere torch has no such kernel: the product is made in
-the type of its factors and then added.
+On CUDA the product's kernel adds to the fp32 sum itself (``torch.addmm`` with ``out_dtype``, torch >= 2.10;
+the sum is read and written in place): one pass instead of three over what is as large as the weight, nothing
+is rounded to 16 bits between, and no product is held. Elsewhere torch has no such kernel: the product is made
+in the type of its factors and then added.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.checkpoint.snapshot.slot_format import SlotKey
-from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX, SlotPool
+from picotron_ray.checkpoint.snapshot.slot_pool import SUFFIX
 from picotron_ray.checkpoint.snapshot.slot_sweep import owner
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.commit_source import CommitSource
@@ -303,9 +303,9 @@ class GenerationRun:
         identity = (spec.id.term, spec.id.n)
         writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, self._job.data.global_batch)
         if resources.pool is None:
-            capacity = max(resources.slot_bytes, flush_bytes(state, writer.index, writer.count))
-            count, dead = self._job.snapshot.slots, self._dead_slots()
-            resources.pool = SlotPool(resources.folder, resources.worker, count, capacity, dead)
+            capacity = flush_bytes(state, writer.index, writer.count)
+            resources.make_pool(self._job.snapshot.slots, capacity, self._dead_slots())
+        assert resources.pool is not None
         self.copies = state_copies(resources.device)
         return Snapshotter(
             pool=resources.pool,

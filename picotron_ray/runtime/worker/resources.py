@@ -20,6 +20,7 @@ from picotron_ray.runtime.telemetry_page import SUFFIX, TelemetryPage
 from picotron_ray.runtime.worker.memory_limit import limit_memory
 from picotron_ray.runtime.worker.remote_slots import Find
 from picotron_ray.runtime.worker.tools.worker_tools import WorkerTools
+from picotron_ray.train.page_locks import page_locks
 from picotron_ray.train.precision.gradient_variability import GradientVariability
 from picotron_ray.train.training_state import MadeWeights
 
@@ -60,6 +61,15 @@ class WorkerResources:
     def job_of(self, spec: GenerationSpec) -> JobConfig:
         """Return the job as a generation runs it: with its settings, and what ``auto`` comes to in it."""
         return settled(with_settings(self.job, spec.settings), self.device.type, spec.layout)
+
+    def make_pool(self, count: int, capacity: int, room_follows: bool) -> None:
+        """Allocate the slots, each of ``capacity`` bytes or as launch has planned it.
+
+        Args:
+            room_follows: see `SlotPool`, as for what it raises.
+        """
+        locks, capacity = page_locks(self.device, self.folder), max(self.slot_bytes, capacity)
+        self.pool = SlotPool(self.folder, self.worker, count, capacity, room_follows, locks)
 
     def limit_memory(self) -> None:
         """Hold the process to ``cluster.worker_memory_bytes`` from now on, where it is not yet."""

@@ -43,8 +43,8 @@ def routes_are_even() -> Iterator[None]:
 def known_result(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator that fake tensors are not asked for; None for all others.
 
-    Of one that reads a number: 1, whatever the tensor. Of a product that is added to a wider sum: the sum, for
-    which torch has no fake kernel before 2.13, and later one that makes the product first.
+    Of one that reads a number: 1, whatever the tensor. Of a product that is added to a wider sum: the sum,
+    for which torch has no fake kernel before 2.13, and later one that makes the product first.
     """
     if func is torch.ops.aten.addmm.dtype_out:
         return kwargs["out"]

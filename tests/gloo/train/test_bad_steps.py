@@ -14,7 +14,8 @@ import torch
 
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
-from picotron_ray.checkpoint.torch_state import StateTensor, first_nonfinite
+from picotron_ray.checkpoint import torch_state
+from picotron_ray.checkpoint.torch_state import StateTensor, look_for_nonfinite
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig
 from picotron_ray.coordinator.lineage import descend
@@ -265,7 +266,9 @@ def test_a_run_does_not_finish_with_a_loss_of_nan(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_value_in_a_thousand_is_found(value: float) -> None:
+def test_one_value_in_a_thousand_is_found(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sum of squares, which overflows here, or by the largest value, as on a device."""
+
     def tensor(name: str, values: torch.Tensor) -> StateTensor:
         shape = tuple(values.shape)
         return StateTensor(Shard(name, "float32", shape, Box((0,) * len(shape), shape)), values)
@@ -276,7 +279,14 @@ def test_one_value_in_a_thousand_is_found(value: float) -> None:
         tensor("large", torch.full((10, 100), 3e38)),
         tensor("half", torch.ones(7, dtype=torch.bfloat16)),
     ]
-    assert first_nonfinite([]) is None
-    assert first_nonfinite(state) is None
-    state[2].tensor[7, 31] = value  # type: ignore[index]
-    assert first_nonfinite(state) == "large"
+    for on_host in (True, False):
+        monkeypatch.setattr(torch_state, "_on_host", lambda device, found=on_host: found)
+        assert look_for_nonfinite([])() is None
+        assert look_for_nonfinite(state)() is None
+        was = float(state[2].tensor[7, 31])  # type: ignore[arg-type]
+        state[2].tensor[7, 31] = value  # type: ignore[index]
+        look = look_for_nonfinite(state)
+        if not on_host:
+            state[2].tensor[7, 31] = was  # type: ignore[index]
+        assert look() == "large", "a device says what it was when it was asked"
+        state[2].tensor[7, 31] = was  # type: ignore[index]

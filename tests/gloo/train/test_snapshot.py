@@ -48,6 +48,7 @@ class Slot:
         data: Sequence[Any],
         *,
         pinned: bool,
+        check: Callable[[], None],
         on_phase: object,
     ) -> None:
         self.began.set()
@@ -56,6 +57,7 @@ class Slot:
             raise self.error
         self.data = list(data)
         assert len(shards) == len(self.data)
+        check()
         self.written.append((header, shards, pinned, on_phase))
 
 
@@ -67,6 +69,11 @@ class Slots:
         self.lacking, self.grown = False, list[int]()
         self.room, self.may_grow = True, threading.Event()
         self.missing = 0
+        self.unlocked, self.lock_order = False, list[str]()
+
+    def lock_pages(self, stopped: Callable[[], bool]) -> None:
+        self.lock_order.append("lock" if not stopped() else "stopped")
+        self.unlocked = False
 
     def short(self, capacity: int) -> bool:
         return self.lacking
@@ -356,7 +363,7 @@ def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -
 
     found.slots.grow = grow  # type: ignore[method-assign]
     found.taken._growth = growth
-    found.taken._grow_if_short()  # as a new generation does
+    found.taken._prepare_slots()  # as a new generation does
     assert not found.taken.begin(1, [], pinned=False)
     assert told == [], "nothing waits"
     assert found.taken.begin(2, [], pinned=True)
@@ -376,7 +383,7 @@ def test_who_is_called_away_grows_no_further() -> None:
         stopped.append(asked())
 
     found.slots.grow = grow  # type: ignore[method-assign]
-    found.taken._grow_if_short()  # the first one, as a new generation does
+    found.taken._prepare_slots()  # the first one, as a new generation does
     found.slots.may_grow.set()
     found.taken.stop_waiting()
     found.taken.flush(3, [], pinned=False)

@@ -204,7 +204,9 @@ class DeviceCopies:
         wanted = {id(entry) for entry in by_device}
         for entry, place in zip(state, places, strict=True):
             if id(entry) in wanted:
-                start_copy(torch.from_numpy(place), bytes_of(entry))
+                assert isinstance(entry.tensor, Tensor)
+                live = entry.tensor.detach()
+                start_copy(torch.from_numpy(place).view(live.dtype).view(live.shape), live)
         last = _recorded(self._stream)
         if on_queued is not None:
             on_queued(last)
@@ -270,21 +272,15 @@ OnQueued = Callable[[torch.cuda.Event], None]
 """Hears the event of the last copy, once that is queued."""
 
 
-def bytes_of(entry: StateTensor) -> Tensor:
-    """A tensor's bytes on the device, in the order of its elements; without a copy where contiguous."""
-    assert isinstance(entry.tensor, Tensor)
-    return entry.tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def pieces_of(entry: StateTensor) -> list[Piece]:
     """Cut a tensor into parts of a chunk at most, in the order of its bytes."""
     assert isinstance(entry.tensor, Tensor)
-    size = entry.tensor.numel() * entry.tensor.element_size()
+    live = entry.tensor.detach()
 
     def part(start: int) -> Tensor:
-        return bytes_of(entry)[start : start + CHUNK_BYTES]
+        return live.contiguous().view(-1).view(torch.uint8)[start : start + CHUNK_BYTES]
 
-    return [partial(part, start) for start in range(0, size, CHUNK_BYTES)]
+    return [partial(part, start) for start in range(0, live.numel() * live.element_size(), CHUNK_BYTES)]
 
 
 class CopyRing:
@@ -334,7 +330,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def start_copy(target: Tensor, source: Tensor) -> None:
-    """Queue a copy on the current stream."""
+    """Queue a copy on the current stream; a source with holes is made contiguous there."""
     target.copy_(source, non_blocking=True)
 
 

@@ -21,6 +21,7 @@ without the GIL. Torch-free: agents read slots too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -240,7 +241,10 @@ class SlotFile:
     def close(self, unlink: bool = False) -> None:
         """Close the file; ``unlink`` removes it from the folder too."""
         self._unlock_pages()
-        self._map.close()
+        with contextlib.suppress(
+            BufferError
+        ):  # an error's traceback may hold a view: it is unmapped with that
+            self._map.close()
         os.close(self._descriptor)
         if unlink:
             self.path.unlink(missing_ok=True)

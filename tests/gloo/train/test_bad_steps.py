@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from picotron_ray.checkpoint import torch_state
 from picotron_ray.checkpoint.snapshot.slot_pool import list_slots
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
-from picotron_ray.checkpoint import torch_state
 from picotron_ray.checkpoint.torch_state import StateTensor, look_for_nonfinite
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.optimizer import ScheduleConfig

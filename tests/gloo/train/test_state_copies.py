@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from picotron_ray.checkpoint.snapshot import slot_file
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
 from picotron_ray.checkpoint.store.shard_sources import SlotSource
 from picotron_ray.checkpoint.torch_state import StateTensor, restore
@@ -32,7 +33,7 @@ FIRST_KEY = (3, 7, -1)
 class Event:
     """Place in a stream."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.stream: Stream | None = None
         self.at = 0
 
@@ -51,10 +52,11 @@ class Event:
 class Stream:
     """Work that is done as late as possible: when somebody waits for it."""
 
+    lock = threading.RLock()  # of all: one waits for another, whoever runs it
+
     def __init__(self, device: object = None) -> None:
         self.work: list[Callable[[], object]] = []
         self.done = 0
-        self.lock = threading.RLock()
 
     def add(self, work: Callable[[], object]) -> None:
         with self.lock:
@@ -101,7 +103,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Stream:
     def start_copy(target: Tensor, source: Tensor) -> None:
         assert INSIDE.stream is OWN[0], "copies run on the stream of their own"
         target.fill_(255)
-        OWN[0].add(lambda: target.copy_(source))
+        targets = [target]  # let go with the copy
+        OWN[0].add(lambda: targets.pop().copy_(source))
 
     cuda = SimpleNamespace(
         Stream=stream_of, Event=Event, stream=inside, current_stream=lambda device: MAIN[0]
@@ -122,14 +125,35 @@ def tensor(name: str, rows: int, columns: int) -> StateTensor:
     return StateTensor(Shard(name, "float32", shape, Box((0, 0), shape)), torch.ones(shape))
 
 
+class Locks:
+    """Locks pages of ``most`` slots and refuses more."""
+
+    def __init__(self, most: int = 99) -> None:
+        self.most, self.held, self.may_lock = most, dict[int, int](), threading.Event()
+        self.may_lock.set()
+
+    def lock(self, address: int, length: int) -> bool:
+        assert self.may_lock.wait(10)
+        assert threading.current_thread() is not threading.main_thread(), "it would hold up the step"
+        if len(self.held) == self.most:
+            self.most = -1  # who asks again is told by the next assertion
+            return False
+        assert self.most > 0
+        self.held[address] = length
+        return True
+
+    def unlock(self, address: int) -> None:
+        del self.held[address]
+
+
 class Taker:
     """A snapshotter over real slots, with a device's copies."""
 
-    def __init__(self, folder: Path, timed: bool = False) -> None:
+    def __init__(self, folder: Path, timed: bool = False, locks: Locks | None = None) -> None:
         self.state = [tensor("a", 5, 9), tensor("b", 1, 3), tensor("none", 0, 4), tensor("c", 16, 4)]
         turned = StateTensor(self.state[3].shard, torch.ones(4, 16).T)  # whose bytes lie in another order
         self.state[3] = turned
-        self.pool = SlotPool(folder, "w", 3, 1 << 20)
+        self.pool = SlotPool(folder, "w", 3, 1 << 20, locks=locks)
         self.copies = DeviceCopies(CPU)
         self.copies._exposed.on = timed
         self.copies._exposed._cuda = True
@@ -138,6 +162,7 @@ class Taker:
             self.pool, writer, self.state, FIRST_KEY, lambda *said: None, copies=self.copies
         )
         self.folder = folder
+        self.taken._wait_grown()
 
     def fill(self, value: float) -> None:
         """What the optimizer does: it queues writes, which the device makes when it gets there."""
@@ -157,9 +182,20 @@ class Taker:
         self.pool.close(unlink=True)
 
 
+@pytest.fixture(params=[0, 1, 99], ids=["ring", "one-locked", "all-locked"])
+def taker(made_up: Stream, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Taker]:
+    """Slots none, one or all of which have their pages locked."""
+    locks = Locks(request.param)
+    found = Taker(tmp_path, locks=locks)
+    assert len(locks.held) == min(request.param, 3)
+    yield found
+    found.close()
+    assert locks.held == {}
+
+
 @pytest.fixture
-def taker(made_up: Stream, tmp_path: Path) -> Iterator[Taker]:
-    found = Taker(tmp_path)
+def locked(made_up: Stream, tmp_path: Path) -> Iterator[Taker]:
+    found = Taker(tmp_path, locks=Locks())
     yield found
     found.close()
 
@@ -200,8 +236,9 @@ def test_the_optimizers_stream_waits_for_the_last_copy(made_up: Stream) -> None:
     copies.begin()
     pending: Future[None] = Future()  # its digest never comes
     with copies.reading():
-        bodies = copies.buffers([tensor("a", 5, 9), tensor("b", 1, 3)], moving=False)
-        for body in list(bodies):
+        content = copies.buffers([tensor("a", 5, 9), tensor("b", 1, 3)], moving=False)
+        assert callable(content)
+        for body in list(content(None)):
             assert len(list(body)) in (1, 3)
         copies.follow(pending)
         (waits,) = made_up.work
@@ -209,6 +246,92 @@ def test_the_optimizers_stream_waits_for_the_last_copy(made_up: Stream) -> None:
         assert copies._read is not None
         assert copies._read.stream is OWN[0]
         assert copies._read.at == 5, "one wait for what was computed, four copies"
+
+
+def test_a_step_waits_for_no_copy_where_pages_are_locked(locked: Taker) -> None:
+    """Whatever the state's size: the device has copied nothing when the loop goes on; digests come later."""
+    digested = []
+    update = slot_file.xxhash.xxh3_128
+    copied = threading.Event()
+    run = Stream.run
+
+    def late(stream: Stream, to: int) -> None:
+        assert copied.wait(10) or stream is not OWN[0]
+        run(stream, to)
+
+    def digest(*data: Any) -> Any:
+        digested.append(OWN[0].done)
+        return update(*data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "run", late)
+        patch.setattr(slot_file.xxhash, "xxh3_128", digest)
+        locked.fill(1.0)
+        assert locked.taken.begin(1, [], pinned=False)
+        locked.taken.wait_copied()
+        assert (OWN[0].done, digested) == (0, [])
+        assert len(OWN[0].work) == 1 + 3, (
+            "a wait for what was computed, one copy of each tensor with elements"
+        )
+        waits = MAIN[0].work[-1]
+        assert waits.__self__ is locked.copies._read  # type: ignore[attr-defined]
+        assert locked.copies._read.at == 4
+        assert list_slots(locked.folder) == []
+        locked.fill(-1.0)
+        copied.set()
+        MAIN[0].synchronize()
+        locked.taken.wait_sealed()
+    assert set(digested) == {4}, "once all has come"
+    assert all((found == 1.0).all() for found in locked.stored(1))
+    locked.copies.begin()
+    assert [times.direct for times in locked.copies.taken] == [1.0]
+
+
+def test_pages_are_locked_beside_the_steps_and_again_where_a_slot_has_grown(
+    made_up: Stream, tmp_path: Path
+) -> None:
+    locks = Locks()
+    locks.may_lock.clear()
+    threading.Timer(0.2, locks.may_lock.set).start()
+    taker = Taker(tmp_path, locks=locks)  # waits for them
+    first = dict(locks.held)
+    assert len(first) == 3
+    locks.may_lock.clear()
+    slot = taker.pool.slots[0]
+    slot.grow(2 << 20)
+    assert len(locks.held) == 2, "given back before they are unmapped"
+    assert not taker.taken.begin(1, [], pinned=False), "nothing waits while they are locked again"
+    assert taker.taken.skipped == 1
+    locks.may_lock.set()
+    assert taker.taken.begin(2, [], pinned=True), "but a checkpoint"
+    taker.taken.wait_sealed()
+    assert sorted(locks.held.values()) == [1 << 20, 1 << 20, 2 << 20]
+    taker.close()
+    assert locks.held == {}
+
+
+def test_the_end_of_a_generation_does_not_wait_for_pages_to_be_locked(
+    made_up: Stream, tmp_path: Path
+) -> None:
+    locks = Locks()
+    taker = Taker(tmp_path, locks=locks)
+    for slot in taker.pool.slots:
+        slot._unlock_pages()
+    lock, asked = locks.lock, threading.Event()
+
+    def slowly(address: int, length: int) -> bool:
+        asked.set()
+        assert ending.wait(10)
+        return lock(address, length)
+
+    ending = threading.Event()
+    locks.lock = slowly  # type: ignore[method-assign]
+    assert not taker.taken.begin(1, [], pinned=False)
+    assert asked.wait(10)
+    threading.Timer(0.2, ending.set).start()
+    assert taker.taken.flush(1, [], pinned=False)
+    assert len(locks.held) == 1, "the one that was under way"
+    taker.close()
 
 
 def test_a_snapshot_is_skipped_while_the_one_before_is_written(taker: Taker) -> None:
@@ -228,7 +351,7 @@ def test_a_state_that_is_not_finite_is_told_and_reaches_no_slot(taker: Taker) ->
     MAIN[0].synchronize()
     assert taker.taken.begin(1, [], pinned=False)
     with pytest.raises(NumericsError, match="NaN or infinity"):
-        taker.taken.wait_copied()
+        taker.taken.wait_sealed()
     taker.taken.wait_copied()
     assert list_slots(taker.folder) == []
 

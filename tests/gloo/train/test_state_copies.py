@@ -277,6 +277,7 @@ def test_a_step_waits_for_no_copy_where_pages_are_locked(locked: Taker) -> None:
         assert waits.__self__ is locked.copies._read  # type: ignore[attr-defined]
         assert locked.copies._read.at == 4
         assert list_slots(locked.folder) == []
+        digested.clear()  # of who looked for slots
         locked.fill(-1.0)
         copied.set()
         MAIN[0].synchronize()

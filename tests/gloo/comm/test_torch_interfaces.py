@@ -186,3 +186,26 @@ def test_the_compilers_limits_are_settings() -> None:
     assert isinstance(config.recompile_limit, int)
     assert isinstance(config.fail_on_recompile_limit_hit, bool)
     assert all(issubclass(kind, Exception) for kind in (FailOnRecompileLimitHit, Unsupported, UserError))
+
+
+def test_a_product_can_be_added_to_a_wider_sum_in_place() -> None:
+    """No kernel but CUDA's: `parallel.precision.wide_sums`."""
+    schema = torch.ops.aten.addmm.dtype_out._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == ["self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out"]
+    total, a, b = torch.zeros(2, 3), torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16()
+    with pytest.raises(NotImplementedError, match="addmm.dtype_out"):  # found, and not for a CPU
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def test_memory_is_registered_as_torch_itself_does_it() -> None:
+    """Its binding is not in builds without CUDA: `train.page_locks` calls it as torch's own module does."""
+    from torch.cuda import _pin_memory_utils as own
+
+    assert "cudart" in torch.cuda.__all__
+    assert issubclass(torch.cuda.CudaError, RuntimeError)
+    taken = "".join(inspect.getsource(own.pin_memory).split())
+    assert "cudart=torch.cuda.cudart()" in taken
+    assert "int(cudart.cudaHostRegister(data_ptr,size,1," in taken
+    given = "".join(inspect.getsource(own.unpin_memory).split())
+    assert "int(torch.cuda.cudart().cudaHostUnregister(data_ptr))" in given

@@ -194,7 +194,7 @@ def test_a_product_can_be_added_to_a_wider_sum_in_place() -> None:
     names = [argument.name for argument in schema.arguments]
     assert names == ["self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out"]
     total, a, b = torch.zeros(2, 3), torch.ones(2, 4).bfloat16(), torch.ones(4, 3).bfloat16()
-    with pytest.raises(NotImplementedError, match="addmm.dtype_out"):  # found, and not for a CPU
+    with pytest.raises(NotImplementedError, match=r"addmm\.dtype_out"):  # found, and not for a CPU
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 

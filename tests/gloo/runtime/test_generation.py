@@ -117,7 +117,7 @@ class Bench:
         self.set("build_engine", lambda *words: self.engine)
         self.set("BatchLoader", self.loader)
         self.set("Loop", self.loop)
-        self.set("SlotPool", lambda *words: self.note("pool", *words) or "pool")
+        self.patch.setattr(resources, "SlotPool", lambda *words: self.note("pool", *words) or "pool")
         self.set("Snapshotter", lambda **words: words)
         self.set("SnapshotWriter", SimpleNamespace(of=self.writer))
         self.patch.setattr(resources, "limit_memory", partial(self.note, "limit"))
@@ -206,7 +206,15 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
         ("initialise", bench.resources.job.seed, bench.page.moved, None),
         ("set step", 4, 0),
         ("eval batches", SPEC.layout, 1, bench.resources.job.evaluate.samples),
-        ("pool", bench.resources.folder, "w1", bench.resources.job.snapshot.slots, slot_bytes([]), False),
+        (
+            "pool",
+            bench.resources.folder,
+            "w1",
+            bench.resources.job.snapshot.slots,
+            slot_bytes([]),
+            False,
+            None,
+        ),
         ("loop", 4, 77.0),
         ("phase", "flush"),
         ("flush", 4, False),
@@ -238,7 +246,7 @@ def test_slots_are_as_large_as_launch_planned_or_as_this_layout_needs(
     bench.resources.slot_bytes = planned
     bench.outcome(bench.make())
     slots = bench.resources.job.snapshot.slots
-    assert ("pool", bench.resources.folder, "w1", slots, made, False) in bench.told
+    assert ("pool", bench.resources.folder, "w1", slots, made, False, None) in bench.told
 
 
 def test_hang_limits_live_on_over_generations(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from picotron_ray.layout.shards import Box
 from picotron_ray.models.custom import CustomDefinition
 from picotron_ray.models.decoder.table import tied_copies
 from picotron_ray.models.decoder.tensor_plan import ATTENTION_MODULES, mixture_modules, position_modules
-from picotron_ray.models.definition import InitialValue, ModelDefinition
+from picotron_ray.models.definition import NO_ENDS, InitialValue, ModelDefinition, StageEnds
 from picotron_ray.models.families.registry import family_of, finetuned_table
 from picotron_ray.models.finetune import targeted
 from picotron_ray.models.layers.init import initial_value
@@ -45,6 +45,13 @@ class DecoderDefinition(ModelDefinition):
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         assert isinstance(module, Transformer)
         return list(module.layers.values())
+
+    def ends(self, module: nn.Module) -> StageEnds:
+        assert isinstance(module, Transformer)
+        embedding = tuple(part for part in (module.embed, module.positions) if part is not None)
+        head = tuple(part for part in (module.norm, module.head) if part is not None)
+        shared = self.config.tie_embeddings and embedding and head
+        return NO_ENDS if shared else StageEnds(embedding, head)
 
     def tie(self, module: nn.Module) -> None:
         assert isinstance(module, Transformer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,21 @@ from picotron_ray.models.parameters import ParameterSpec, Style
 Bounds = Sequence[tuple[int, int]]
 InitialValue = Callable[[ParameterSpec, Box], Tensor]
 """The initial value (CPU) of a box of one parameter."""
+
+
+class StageEnds(NamedTuple):
+    """Modules of a stage before and after its blocks.
+
+    Fields:
+        embedding: those before, in order; none of their weights is read in a backward pass.
+        head: those after, in order.
+    """
+
+    embedding: tuple[nn.Module, ...] = ()
+    head: tuple[nn.Module, ...] = ()
+
+
+NO_ENDS = StageEnds()
 
 
 class ModelDefinition(ABC):
@@ -75,6 +91,14 @@ class ModelDefinition(ABC):
     @abstractmethod
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         """The blocks of a stage, in order: what ZeRO gathers one at a time."""
+
+    def ends(self, module: nn.Module) -> StageEnds:
+        """Modules around the blocks of a stage that ZeRO gathers by themselves.
+
+        Nothing where a parameter is in both ends, or where it is not known that a module's weights are read
+        in its own forward pass alone.
+        """
+        return NO_ENDS
 
     @abstractmethod
     def tie(self, module: nn.Module) -> None:

@@ -244,7 +244,8 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
         if plan.fp8_gather:
             yield f"{gather_in_fp8(plan.blocks, layout.shards)} weights gathered in fp8"
         dims = {p: plan.zero_dims[name] for name, p in model.named_parameters() if name in plan.zero_dims}
-        units = FsdpUnits(plan.blocks, experts, mesh.experts, whole, routers, plan.compute, dims)
+        parts = plan.blocks, experts, mesh.experts, whole, routers, plan.compute, dims
+        units = FsdpUnits(*parts, plan.embedding, plan.head)
         apply_fsdp(model, units, mesh.sharded, layout.zero)
         choose_collectives(model, mesh.collectives(PARAMETERS), mesh.collectives(GRADIENTS), plan.reduce)
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""

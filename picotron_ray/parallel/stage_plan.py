@@ -24,6 +24,7 @@ class StagePlan:
     Fields:
         styles: the style of tensor parallelism of each module that it touches, by name or glob.
         blocks: the repeated blocks, in order. FSDP gathers one at a time.
+        embedding, head: what stands before and after them, each of which FSDP gathers by itself.
         attention: the attention modules and their backend.
         mixtures: names of the mixtures of experts.
         mixture_layers: layer number of each mixture, by its canonical name.
@@ -57,6 +58,8 @@ class StagePlan:
     mixtures: Sequence[str] = ()
     mixture_layers: Mapping[str, int] = field(default_factory=dict)
     positions: Sequence[str] = ()
+    embedding: Sequence[nn.Module] = ()
+    head: Sequence[nn.Module] = ()
     untrained: frozenset[str] = frozenset()
     zero_dims: Mapping[str, int] = field(default_factory=dict)
     compiled: bool = False

@@ -5,9 +5,8 @@
            +  gradient reduction that nothing hides  +  the optimizer  +  one exchange
 
 with m micro-batches and w micro-batches of waiting, which the schedule states (``layout.schedules``). Every
-replica runs m micro-batches of ``micro_batch`` rows. So uneven rows (11, 11, 10 of 32) and fill rows are
-counted: each replica is as slow as the fullest one. Arithmetic is `block_cost`'s; what overlaps, the
-profile's software says. ``picotron-ray plan --validate`` holds the model against published runs.
+replica runs m micro-batches of ``micro_batch`` rows: each is as slow as the fullest one. Arithmetic is
+`block_cost`'s; what overlaps, the software's profile says. ``plan --validate`` compares published runs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from picotron_ray.planner.model_sizes import (
 )
 from picotron_ray.planner.narrow_gathers import saved_of_rank
 from picotron_ray.planner.offload_cost import offload_s
-from picotron_ray.planner.sent_bytes import reduced_bytes
+from picotron_ray.planner.sent_bytes import end_units, kept_at_ends, reduced_bytes, weight_gathers
 
 BUCKET_BYTES = 25e6  # gradients reduced per collective, where comm.bucket_mib is its default
 
@@ -313,7 +312,7 @@ def _data(
     """Seconds of data-parallel traffic per step, hidden or not.
 
     - Replicated: one all-reduce of the stage's gradients, 2·(dp - 1)/dp of their bytes.
-    - ZeRO works block by block. Weights are gathered once per step, under ZeRO-3 twice per micro-batch.
+    - ZeRO works unit by unit. Weights are gathered once per step, under ZeRO-3 as `weight_gathers` says.
       Gradients are reduced with every micro-batch, under ZeRO-1 or in a pipeline once per step.
     - Copies (HSDP) all-reduce their shards once.
     - The ends of a pipeline all-reduce the gradient of a tied embedding.
@@ -333,13 +332,15 @@ def _data(
     buckets = part / (BUCKET_BYTES * job.comm.bucket_mib / CommConfig().bucket_mib)
     total = 2 * pass_s(gradients * part, copies, buckets, profile, copies_link)
     if layout.zero:
-        gathers = 1 if layout.zero < 3 else 2 * micro_batches
+        often, around = weight_gathers(job, layout, micro_batches), end_units(job, layout)
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
-        blocks = _depth(job, layout, profile) + 2
-        shared = (layout.shards, blocks, profile, shards_link)
-        saved = max(saved_of_rank(job, layout, rank) for rank in range(layout.pp))
-        total += gathers * pass_s(weights * size - saved, *shared, profile.gather)
-        total += reductions * pass_s(gradients * size, *shared, profile.scatter)
+        depth, ranks, over = _depth(job, layout, profile), range(layout.pp), (profile, shards_link)
+        saved = max(saved_of_rank(job, layout, rank) for rank in ranks)
+        kept = STATE_BYTES[job.precision] * min(kept_at_ends(job, layout, at, micro_batches) for at in ranks)
+        gathered = weights * (size - kept / often.blocks) - saved
+        calls = depth + around * often.embedding / often.blocks
+        total += often.blocks * pass_s(gathered, layout.shards, calls, *over, profile.gather)
+        total += reductions * pass_s(gradients * size, layout.shards, depth + around, *over, profile.scatter)
     return total + ends
 
 

@@ -3,6 +3,7 @@
     forward    all blocks have run, the logits are made
     loss       logits, their softmax and gradients (three wide copies; two where tensor parallelism cuts them)
     head       the gradient of the head's weight is made
+    scattered  ZeRO reduces it, from a copy
     backward   a block's backward pass: its gradients, one weight's gradient, what it computes again
     reduced    a later block's, while ZeRO still holds the copy from which the one before was reduced
     embedding  the gradient of the embedding's table is made, when no block of the micro-batch holds anything
@@ -39,6 +40,7 @@ from picotron_ray.planner.kept_activations import (
 )
 from picotron_ray.planner.model_sizes import sizes_of
 from picotron_ray.planner.narrow_gathers import saved_of_block
+from picotron_ray.planner.sent_bytes import in_root
 
 
 class Moment(NamedTuple):
@@ -58,6 +60,7 @@ class GatheredBytes(NamedTuple):
     forward: float = 0.0
     loss: float = 0.0
     head: float = 0.0
+    scattered: float = 0.0
     backward: float = 0.0
     reduced: float = 0.0
     embedding: float = 0.0
@@ -115,6 +118,7 @@ class RankMoments:
             (gathered.forward, kept + logits.forward),
             (gathered.loss, kept + logits.loss),
             (gathered.head, kept + logits.head),
+            (gathered.scattered, kept),
         ]
         found = passing
         if self.fresh:
@@ -265,9 +269,13 @@ def _gathered(
     """Bytes of weights that compute, beside their masters, and of gradients that ZeRO has whole.
 
     - ZeRO-1 keeps whole weights and gradients through all micro-batches, a pipeline too.
-    - ZeRO-2 and 3 reduce a block's gradients after its backward pass, from a copy of them in the type that
-      they are added up in, and those of head and embedding, which are one unit, at its end.
-    - ZeRO-3 holds the block at work and the one fetched ahead; head and embedding from their use on.
+    - ZeRO-2 and 3 reduce a unit's gradients after its backward pass, from a copy of them in the type that
+      they are added up in, which they hold until the next unit's are reduced.
+    - ZeRO-3 holds the block at work and the one fetched ahead, and the head from its use on. While the head
+      computes there is the buffer besides in which it came. The embedding is there in its own forward pass
+      alone.
+    - Embedding and head that are one unit (`sent_bytes.in_root`) stay from their use to the end of the
+      backward pass, and are reduced there.
     - Experts that no two ranks share are not gathered.
 
     Args:
@@ -277,21 +285,42 @@ def _gathered(
         copies: see `RankMoments`.
     """
     if not layout.zero:
-        return GatheredBytes(*(copies,) * 6)
+        return GatheredBytes(*(copies,) * len(GatheredBytes._fields))
     sizes, wide, item = sizes_of(job.model), STATE_BYTES[job.precision], weight_bytes(job)
-    head, embed = (item * table for table in tables)
+    head, embed = tables
     alone = _alone(job, layout)
     held = sizes.block - sizes.experts + sizes.experts // layout.ep - alone
     elements = sizes.whole_block + (held - sizes.whole_block) / layout.tp
     block, reduced = item * elements, wide * elements
     narrow = block - saved_of_block(job, layout)
-    ends = head if sizes.tied and layout.pp == 1 else head + embed
-    freeing = GatheredBytes(ends, 0.0, ends, ends + 2 * narrow, ends + 2 * narrow, ends + narrow)
+    root = made = 0.0
+    if in_root(job, layout):
+        root, made, head, embed = (head if sizes.tied else head + embed), item * head, 0.0, 0.0
+    always, last = item * root, item * head
+    freeing = _freeing(always, last, narrow)
     whole = (parameters - alone * depth / layout.tp) * item - depth * saved_of_block(job, layout)
     all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
         weights = freeing if layout.zero == 3 and layout.virtual_stages > 1 else all_kept
         return GatheredBytes(*(one + others + copies for one in weights))
     weights = freeing if layout.zero == 3 else all_kept
-    gradients = GatheredBytes(backward=head + block, reduced=head + block + reduced, embedding=head + block)
+    gradients = GatheredBytes(
+        scattered=(item + wide) * head,
+        backward=made + block + wide * head,
+        reduced=made + block + reduced,
+        embedding=made + max(reduced, wide * embed, wide * root - (always if layout.zero == 3 else 0.0)),
+    )
     return GatheredBytes(*(one + other + copies for one, other in zip(weights, gradients, strict=True)))
+
+
+def _freeing(root: float, head: float, block: float) -> GatheredBytes:
+    """Bytes of weights that ZeRO-3 holds at a time: of the root's unit, of the head's, and of a block."""
+    found = GatheredBytes(
+        forward=max(2 * head, block),
+        loss=head,
+        head=head + block,
+        scattered=block,
+        backward=2 * block,
+        reduced=2 * block,
+    )
+    return GatheredBytes(*(root + one for one in found))

@@ -152,17 +152,32 @@ def stage_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1, ep: 
     The embedding is on the first stage, norm and head on the last, and there a copy of a tied embedding. What
     tensor parallelism leaves whole of a mixture (its router) is not told apart.
     """
-    sizes, stages = sizes_of(model), stage_count(cut)
+    sizes = sizes_of(model)
     start, end = stage_bounds(model, cut)[stage]
     elsewhere = sizes.mixtures(start, end) * (sizes.experts - sizes.experts // ep)
     total, whole = sizes.of_blocks(start, end) - elsewhere, (end - start) * sizes.whole_block
+    return whole + (total - whole) / tp + sum(end_parameters(model, cut, stage, tp))
+
+
+class EndParameters(NamedTuple):
+    """Parameters of a pipeline stage before its blocks, and after them."""
+
+    embedding: float
+    head: float
+
+
+def end_parameters(model: ModelConfig, cut: Cut, stage: int, tp: int = 1) -> EndParameters:
+    """Parameters of one rank of a stage beside blocks; a tied table is the embedding's if both are here."""
+    sizes, stages = sizes_of(model), stage_count(cut)
+    surplus = _table_surplus(sizes, tp) if sizes.sequence_cut else 0.0
+    embedding = head = 0.0
     if stage == 0:
-        total, whole = total + sizes.embed, whole + sizes.whole_embed
+        embedding = sizes.whole_embed + (sizes.embed - sizes.whole_embed) / tp + surplus
     if stage == stages - 1:
-        total, whole = total + sizes.head, whole + sizes.whole_head
-        if stages > 1:
-            total += sizes.tied  # a copy of its own
-    return whole + (total - whole) / tp + _uneven(sizes, stages, stage, tp)
+        copy = sizes.tied if stages > 1 else 0
+        head = sizes.whole_head + (sizes.head - sizes.whole_head + copy) / tp
+        head += surplus if stages > 1 or not sizes.tied else 0.0
+    return EndParameters(embedding, head)
 
 
 def expert_padding(moe: MoeConfig, hidden: int, tp: int, ep: int, shards: int) -> float:
@@ -247,14 +262,6 @@ def tied_copy(model: ModelConfig, layout: Layout) -> float:
     if not sizes.tied or layout.stages == 1:
         return 0.0
     return sizes.tied / layout.tp + _table_surplus(sizes, layout.tp)
-
-
-def _uneven(sizes: ModelSizes, stages: int, stage: int, tp: int) -> float:
-    """Parameters of the first tensor-parallel rank beyond a tp-th of tables over an uneven vocabulary."""
-    if not sizes.sequence_cut:
-        return 0.0
-    tables = (stage == 0) + (stage == stages - 1 and (stages > 1 or not sizes.tied))
-    return tables * _table_surplus(sizes, tp)
 
 
 def _table_surplus(sizes: ModelSizes, tp: int) -> float:

@@ -6,6 +6,8 @@ buffer for a gather or a scatter, twice that for an all-reduce.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.experts import rows_sent
 from picotron_ray.config.support.fast_path import overlap_method
@@ -15,6 +17,7 @@ from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.planner.kept_activations import STATE_BYTES, stream_bytes, weight_bytes
 from picotron_ray.planner.model_sizes import (
     blocks_again,
+    end_parameters,
     expert_padding,
     sizes_of,
     stage_mixtures,
@@ -127,10 +130,11 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
     share = sum(kind.share for kind in kinds) / len(kinds)
     wide, each, saved = STATE_BYTES[job.precision], 0.0, 0.0
     if layout.zero:
-        gathers = 1 if layout.zero < 3 else 2 * micro_batches
+        gathers = weight_gathers(job, layout, micro_batches).blocks
         scatters = share * (1 if layout.zero == 1 or layout.pp > 1 else micro_batches)
         each = gathers * weight_bytes(job) + scatters * reduced_bytes(job)
-        saved = gathers * saved_of_rank(job, layout, rank) * (layout.shards - 1) / layout.shards
+        kept = weight_bytes(job) * kept_at_ends(job, layout, rank, micro_batches)
+        saved = (gathers * saved_of_rank(job, layout, rank) + kept) * (layout.shards - 1) / layout.shards
     of_experts = layout.expert_shards if layout.zero else 1
     padding = expert_padding(job.model.moe, sizes.hidden, layout.tp, layout.ep, of_experts)
     shared = layout.replicas // layout.ep // of_experts
@@ -138,6 +142,49 @@ def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> flo
         _moved(whole - experts, layout.shards, each, copies, share * wide)
         + _moved(experts * padding, of_experts, each, shared, share * wide)
         - saved
+    )
+
+
+class WeightGathers(NamedTuple):
+    """Times that ZeRO gathers weights in a step, by unit."""
+
+    blocks: int
+    embedding: int
+    head: int
+
+
+def weight_gathers(job: JobConfig, layout: Layout, micro_batches: int) -> WeightGathers:
+    """Times that ZeRO gathers what it shards; see `parallel.data.fsdp`.
+
+    ZeRO-3 gathers a block for each forward and each backward pass, embedding and head once per micro-batch.
+    In a pipeline weights stay after a backward pass, so that the next pass finds them, and the head stays
+    from its first pass on. So does the embedding of a model of the user's own, which is in the root's unit.
+    """
+    if layout.zero < 3:
+        return WeightGathers(1, 1, 1)
+    if layout.pp == 1:
+        return WeightGathers(2 * micro_batches, micro_batches, micro_batches)
+    return WeightGathers(micro_batches + 1, micro_batches if job.model.builder is None else 1, 1)
+
+
+def in_root(job: JobConfig, layout: Layout) -> bool:
+    """Whether what stands around the blocks is one unit, the root's (`parallel.data.fsdp`)."""
+    return job.model.builder is not None or (layout.stages == 1 and bool(sizes_of(job.model).tied))
+
+
+def end_units(job: JobConfig, layout: Layout) -> int:
+    """Units that ZeRO gathers beside blocks, on the rank that has most: embedding and head, or the root."""
+    both = layout.first_stage_rank == layout.last_stage_rank
+    return 2 if both and not (layout.stages == 1 and in_root(job, layout)) else 1
+
+
+def kept_at_ends(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> float:
+    """Weights of embedding and head that a step would gather more if it gathered them as often as blocks."""
+    gathers = weight_gathers(job, layout, micro_batches)
+    ends = [end_parameters(job.model, layout.cut, stage, layout.tp) for stage in layout.rank_stages(rank)]
+    return sum(
+        (gathers.blocks - gathers.embedding) * end.embedding + (gathers.blocks - gathers.head) * end.head
+        for end in ends
     )
 
 

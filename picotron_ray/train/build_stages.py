@@ -132,6 +132,7 @@ def _stage_plan(
     problem = overlap_problem(job, device.type)
     if problem:
         raise LayoutError(f"kernels.tp_overlap: {problem}")
+    ends = definition.ends(model)
     return StagePlan(
         definition.styles,
         definition.blocks(model),
@@ -139,6 +140,8 @@ def _stage_plan(
         mixtures=definition.mixtures,
         mixture_layers=mixture_layers(definition),
         positions=definition.positions,
+        embedding=ends.embedding,
+        head=ends.head,
         untrained=frozenset(spec.name for spec in definition.table if not spec.sharded),
         zero_dims={spec.name: dim for spec in definition.table if (dim := zero_dim(spec, layout))},
         compiled=job.kernels.compile is True,

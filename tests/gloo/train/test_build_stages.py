@@ -13,6 +13,7 @@ from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
+from picotron_ray.models.definition import StageEnds
 from picotron_ray.models.parameters import ParameterSpec
 from picotron_ray.train import build_stages as module
 from picotron_ray.train.build_stages import attention_backend, build_stages, mixtures_of
@@ -108,7 +109,8 @@ def test_what_a_job_asks_for_is_in_the_plan() -> None:
     functions = {"norm": ("g", "n"), "activation": ("h", "a")}
     definition: Any = SimpleNamespace(
         attention=("at",), styles=(("x", "colwise"),), blocks=lambda model: [model], mixtures=("m",),
-        table=table, positions=("p",), fused_linear=("f",), functions=functions, tie=print,
+        table=table, positions=("p",), ends=lambda model: StageEnds((model,)), fused_linear=("f",),
+        functions=functions, tie=print,
     )  # fmt: skip
     model = nn.Identity()
 
@@ -117,6 +119,7 @@ def test_what_a_job_asks_for_is_in_the_plan() -> None:
 
     plain = plan(make_job("sgd", 4))
     assert plain.untrained == {"b"}
+    assert (plain.embedding, plain.head) == ((model,), ())
     assert (plain.fused_linear, plain.functions, plain.loss_chunk, plain.fp8) == ((), {}, None, None)
     assert (plain.blocks, plain.stage, plain.attention.window) == ([model], 3, None)
     kernels = KernelsConfig(projections="fused", norm="compiled", loss="linear", loss_chunk=7)

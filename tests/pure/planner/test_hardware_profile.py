@@ -133,7 +133,7 @@ def test_gathers_and_scatters_cost_what_was_timed_of_them(tmp_path: Path) -> Non
     costs = [[step_cost(job, layout, profile) for profile in (plain, timed)] for layout in layouts]
     (tp, tp_timed), (zero, zero_timed), (dp, dp_timed) = costs
     assert 2.5 * tp.tensor_s < tp_timed.tensor_s < 3 * tp.tensor_s, "four of each"
-    assert 7 / 3 * zero.data_s < zero_timed.data_s < 8 / 3 * zero.data_s, "two gathers, one scatter"
+    assert 7 / 3 * zero.data_s < zero_timed.data_s < 3 * zero.data_s, "one or two gathers, one scatter"
     assert dp_timed.data_s == dp.data_s, "a sum is a sum"
 
 

@@ -59,7 +59,17 @@ def test_whole_gradients_are_there_until_they_are_reduced() -> None:
     found = of(Layout(dp=4, zero=1, micro_batch=2)).gathered
     assert set(found) == {2 * 6600 * 4 - 6600}
     assert of(Layout(dp=4, zero=2, micro_batch=2)).gathered.loss == 6600 * 4
-    assert of(Layout(dp=4, zero=3, micro_batch=2)).gathered.loss == 0.0
+    freed = of(Layout(dp=4, zero=3, micro_batch=2)).gathered
+    assert freed.loss == 2400 * 4  # the head's weights
+    assert freed.forward == 2 * freed.loss  # and the buffer in which they came
+    assert freed.scattered == (448 + 2 * 2400) * 4  # a block that is fetched, the gradient and its copy
+    assert freed.backward == (3 * 448 + 2400) * 4
+    assert freed.reduced == 4 * 448 * 4
+    assert freed.embedding == 2400 * 4  # the copy of its gradient
+    tied = of(Layout(dp=4, zero=3, micro_batch=2), model={"tie_embeddings": True}).gathered
+    assert tied.loss == freed.loss
+    assert tied.scattered == (448 + 2400) * 4  # which does not come before the backward pass ends
+    assert tied.reduced == (4 * 448 + 2 * 2400) * 4
 
 
 def test_a_step_of_one_micro_batch_begins_without_gradients() -> None:

@@ -372,7 +372,8 @@ def test_sgd_and_precision_change_the_state() -> None:
             (2 * (12 * (4 * 3264 + 14400) / 1e3 + 28), 0, 0, 0, 2 * 0.75 * 26400 / 1e2 + 2 * 2 * 5, 10),
         ),
         # The same between nodes of two, which share the traffic, block by block (4 blocks, embedding, head):
-        # ZeRO-2 gathers once per step, ZeRO-3 twice per micro-batch, both scatter per micro-batch.
+        # ZeRO-2 gathers once per step, ZeRO-3 blocks twice per micro-batch and the ends (4808 parameters)
+        # once, both scatter per micro-batch.
         (
             Layout(dp=4, zero=2, micro_batch=2),
             (2, 2),
@@ -388,7 +389,14 @@ def test_sgd_and_precision_change_the_state() -> None:
         (
             Layout(dp=4, zero=3, micro_batch=4),
             (4,),
-            (24 * (4 * 3264 + 14400) / 1e3 + 28, 0, 0, 0, 3 * (0.75 * 26400 / 1e2 + 6 * 2 * 5), 10),
+            (
+                24 * (4 * 3264 + 14400) / 1e3 + 28,
+                0,
+                0,
+                0,
+                0.75 * (26400 + 4 * (2 * 1792 + 4808)) / 1e2 + (6 + 4 * 2 + 2) * 2 * 5,
+                10,
+            ),
         ),
         # A copy on each node: only the sums of its shards go from one to the other.
         (
@@ -399,7 +407,9 @@ def test_sgd_and_precision_change_the_state() -> None:
                 0,
                 0,
                 0,
-                3 * (0.5 * 26400 / 1e2 + 6 * 5) + 2 * (0.5 * 13200 / 1e1 + 5),
+                0.5 * (26400 + 4 * (2 * 1792 + 4808)) / 1e2
+                + (6 + 4 * 2 + 2) * 5
+                + 2 * (0.5 * 13200 / 1e1 + 5),
                 10,
             ),
         ),

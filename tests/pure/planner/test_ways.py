@@ -57,7 +57,7 @@ def test_offloading_lets_a_model_fit() -> None:
         plan(job, 16, H100)
     found = plan_of_ways(job, 16, lambda precision: H100, ["offload"])
     assert all(dict(way.settings) for way in found.ways)
-    with pytest.raises(ConfigError, match="expected at least 149 GB"):
+    with pytest.raises(ConfigError, match="expected at least 147 GB"):
         plan_of_ways(job, 8, lambda precision: H100, ["offload"])
 
 

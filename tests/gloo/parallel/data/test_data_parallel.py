@@ -16,7 +16,8 @@ from tests.support.gloo.pool import Pool
 from tests.support.gloo.train_jobs.data_jobs import collectives, overlapped, scaled
 
 MICRO_BATCHES = 3
-UNITS = MODEL.layers + 1  # every block, and the rest
+UNITS = MODEL.layers + 2  # every block, embedding and head
+PASSES = 2 * MODEL.layers + 2  # blocks are gathered for backward again
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ UNITS = MODEL.layers + 1  # every block, and the rest
         (Layout(dp=2, micro_batch=2), 0, 0, 1),
         (Layout(dp=2, zero=1, micro_batch=2), UNITS, UNITS, 0),
         (Layout(dp=2, zero=2, micro_batch=2), UNITS, UNITS * MICRO_BATCHES, 0),
-        (Layout(dp=2, zero=3, micro_batch=2), UNITS * 2 * MICRO_BATCHES, UNITS * MICRO_BATCHES, 0),
+        (Layout(dp=2, zero=3, micro_batch=2), PASSES * MICRO_BATCHES, UNITS * MICRO_BATCHES, 0),
         (Layout(dp=4, zero=2, replicate=2, micro_batch=1), UNITS, UNITS * MICRO_BATCHES, UNITS),
     ],
     ids=str,

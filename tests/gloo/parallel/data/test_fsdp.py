@@ -56,26 +56,49 @@ def test_units_and_what_stays_whole(
     shards: list[Any], zero: int, expert_mesh: Any, dtype: Any, policy: MixedPrecisionPolicy
 ) -> None:
     blocks, experts, router, mesh = [Sharded(), Sharded()], nn.Linear(1, 1), nn.Linear(1, 1), Any
-    model = nn.Sequential(*blocks, nn.Linear(1, 1))
-    kept = model[2].bias
-    units = FsdpUnits(blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype)
+    embedding, norm, head = (Sharded() for _ in range(3))
+    model = nn.Sequential(embedding, *blocks, norm, head, nn.Linear(1, 1))
+    kept = model[5].bias
+    units = FsdpUnits(
+        blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype, [embedding], [norm, head]
+    )
     apply_fsdp(model, units, mesh, zero)  # type: ignore[arg-type]
-    own = {"reshard_after_forward": zero == 3}
     whole = {kept} if expert_mesh else {kept, *experts.parameters()}
-    expected = [
-        (unit, {"mesh": mesh, **own, "mp_policy": policy, "ignored_params": whole})
-        for unit in (*blocks, model)
+    expected: list[Any] = [
+        (unit, {"mesh": mesh, "reshard_after_forward": freed, "mp_policy": policy, "ignored_params": whole})
+        for unit, freed in (
+            *((block, zero == 3) for block in blocks),
+            (embedding, zero == 3),
+            ([norm, head], False),
+            (model, False),
+        )
     ]
+    own = {"reshard_after_forward": zero == 3}
     if expert_mesh:
         expected.insert(0, (experts, {"mesh": "experts", **own, "mp_policy": policy}))
     if dtype is not None:  # in its own type, and no part of the block's unit
         expected.insert(0, (router, {"mesh": mesh, **own, "ignored_params": whole}))
     assert shards == expected
-    for block in blocks:
-        assert block.log == [
-            ("set_gradient_divide_factor", 1.0),
-            ("set_force_sum_reduction_for_comms", True),
-        ]
+    sums = [("set_gradient_divide_factor", 1.0), ("set_force_sum_reduction_for_comms", True)]
+    not_for_backward = [
+        ("set_unshard_in_backward", False),
+        ("set_modules_to_backward_prefetch", [embedding]),
+    ]
+    assert embedding.log == [
+        *sums, *not_for_backward, ("set_modules_to_forward_prefetch", [blocks[0]])
+    ]  # fmt: skip
+    assert blocks[0].log == sums
+    assert blocks[1].log == [*sums, ("set_modules_to_forward_prefetch", [norm])]
+    assert norm.log == head.log == sums
+
+
+def test_the_root_fetches_the_first_block_where_it_holds_what_stands_before(shards: list[Any]) -> None:
+    model, block = Sharded(), Sharded()
+    model.block = block
+    apply_fsdp(model, FsdpUnits([block]), Any, 3)  # type: ignore[arg-type]
+    assert [unit for unit, _ in shards] == [block, model]
+    assert model.log[-1] == ("set_modules_to_forward_prefetch", [block])
+    assert block.log[-1][0] == "set_force_sum_reduction_for_comms"
 
 
 def test_views_are_cloned_where_a_gradient_passes() -> None:

@@ -1,4 +1,4 @@
-"""What the table says of torch's schedules, for the planner, against the orders that torch makes."""
+"""Rows of schedules that torch has too, and what the table says of them, against the orders that torch makes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from picotron_ray.layout.schedule_actions import ActionList, action_list
+from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule, PipelineShape
 
-OF_TORCH = [entry for entry in SCHEDULES.values() if entry.torch_class]
+OF_TORCH = {
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
 SHAPES = [
     PipelineShape(ranks, stages, rounds * ranks)
     for ranks in (2, 3, 4)
     for stages in (2, 3)
     for rounds in (2, 3)
+]
+UNEVEN = [
+    PipelineShape(ranks, stages, count)
+    for ranks in (2, 3, 5)
+    for stages in (2, 3)
+    for count in range(1, 14)
 ]
 OVERLAPPED = re.compile(
     r"\((\w+);(\w+)\)OVERLAP_F_B"
@@ -39,27 +51,40 @@ class Stage(_PipelineStageBase):
     _create_grad_recv_info = _prepare_backward_infra = _prepare_forward_infra = _unused
 
 
-def order_of_torch(entry: PipelineSchedule, shape: PipelineShape) -> ActionList:
-    """The order that torch computes a schedule's passes in, as a list of ours."""
+def order_of_torch(entry: PipelineSchedule, shape: PipelineShape) -> tuple[str, ...]:
+    """The order that torch computes a schedule's passes in, as rows of ours."""
     held = [entry.rank_stages(shape.ranks, shape.stages_per_rank, rank) for rank in range(shape.ranks)]
     owners = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     stages = [Stage(index, owners, shape.ranks) for index in held[0]]
-    made = getattr(schedules, entry.torch_class)(stages, shape.micro_batches, loss_fn=lambda *_: None)
+    made = getattr(schedules, OF_TORCH[entry.name])(stages, shape.micro_batches, loss_fn=lambda *_: None)
     rows = (" ".join(str(a) for a in made.pipeline_order[rank] if a) for rank in range(shape.ranks))
-    return action_list(tuple(OVERLAPPED.sub(r"\1 \2", row) for row in rows))
+    return tuple(OVERLAPPED.sub(r"\1 \2", row) for row in rows)
 
 
-@pytest.mark.parametrize("entry", OF_TORCH, ids=lambda entry: entry.name)
-def test_waits_and_kept_activations_are_those_of_torchs_orders(entry: PipelineSchedule) -> None:
+def shapes_of(entry: PipelineSchedule, shapes: list[PipelineShape]) -> list[PipelineShape]:
     least, most = entry.stages_per_rank
-    shapes = [s for s in SHAPES if least <= s.stages_per_rank <= most and not entry.problem(s)]
+    return [s for s in shapes if least <= s.stages_per_rank <= most and not entry.problem(s)]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_rows_are_those_of_torch(name: str) -> None:
+    entry = SCHEDULES[name]
+    found = shapes_of(entry, UNEVEN)
+    assert len(found) >= 14
+    for shape in found:
+        assert entry.rows is not None
+        assert tuple(" ".join(map(str, row)) for row in entry.rows(shape)) == order_of_torch(entry, shape)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_waits_and_kept_activations_are_those_of_the_rows(name: str) -> None:
+    entry = SCHEDULES[name]
+    shapes = shapes_of(entry, SHAPES)
     assert len(shapes) >= 5
     for shape in shapes:
-        listed = order_of_torch(entry, shape)
+        listed = action_list(order_of_torch(entry, shape))
         assert entry.waiting(shape) == pytest.approx(listed.waits), shape
         estimated = [entry.in_flight(shape, rank) for rank in range(shape.ranks)]
-        slack = (
-            1.5 if entry.name == "interleaved-zero-bubble" else 0
-        )  # its early backward passes are not counted
+        slack = 1.5 if name == "interleaved-zero-bubble" else 0  # its early backward passes are not counted
         assert max(listed.in_flight) <= max(estimated) <= max(listed.in_flight) + slack, shape
         assert all(kept <= said for kept, said in zip(listed.in_flight, estimated, strict=True)), shape

@@ -155,13 +155,16 @@ def receive_counts(schedule: PipelineSchedule, shape: PipelineShape, early: bool
     """Number of buffers into which every rank of a pipeline receives.
 
     Of long steps it is carried on from shorter ones: a step that is longer by one round of micro-batches
-    needs no more buffers, or of schedules that keep all micro-batches always the same number more.
+    needs no more buffers, or of schedules that keep all micro-batches always the same number more. Of a step
+    that the schedule cannot run it is one for every stage, micro-batch and direction.
 
     >>> from picotron_ray.layout.schedules import schedule_of
     >>> receive_counts(schedule_of("1f1b"), PipelineShape(4, 1, 128), early=False)
     (1, 5, 4, 2)
     """
     count, rounds = shape.micro_batches, rounds_of(shape)
+    if schedule.problem(shape):
+        return (2 * count * shape.stages_per_rank,) * shape.ranks
     if schedule.repeats and rounds > _ROUNDS:
         one = count // rounds if count % rounds == 0 else 1
         more = _ROUNDS * (one if one > 1 else shape.ranks)

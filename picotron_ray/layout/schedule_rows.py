@@ -30,7 +30,7 @@ class PipelineShape(NamedTuple):
 
 
 def looped_bfs_rows(shape: PipelineShape) -> ActionRows:
-    """All micro-batches through a rank's first stage, then through its next, and back in the opposite order."""
+    """All micro-batches through a rank's first stage, then through its next, and back the other way."""
     rows = []
     for rank in range(shape.ranks):
         stages, numbers = range(rank, shape.stages, shape.ranks), range(shape.micro_batches)
@@ -110,7 +110,7 @@ class _Row:
 
 
 def zbv_rows(shape: PipelineShape) -> ActionRows:
-    """Zero bubble over a V of two stages per rank. Shorter steps leave out what they have no micro-batch for."""
+    """Zero bubble over a V of two stages per rank; short steps leave out passes of no micro-batch."""
     return tuple(_zbv_row(shape, rank) for rank in range(shape.ranks))
 
 

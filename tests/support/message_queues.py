@@ -65,9 +65,7 @@ def steps_of(posted: ActionRows, queue_of: QueueOf = one_communicator) -> list[l
     return [[_step(action, rank, row, owner, queue_of) for action in row] for rank, row in enumerate(posted)]
 
 
-def _step(
-    action: Action, rank: int, row: Sequence[Action], owner: dict[int, int], queue_of: QueueOf
-) -> Step:
+def _step(action: Action, rank: int, row: Sequence[Action], owner: dict[int, int], queue_of: QueueOf) -> Step:
     if action.kind in COMPUTES:
         kinds = {"F": ("RECV_F",), "B": ("RECV_B",), "I": ("RECV_B",)}.get(action.kind, ())
         return Compute(str(action), tuple(str(action._replace(kind=kind)) for kind in kinds))
@@ -109,7 +107,9 @@ class _Rank:
     def waits(self) -> list[str]:
         """What has not ended, one for each queue."""
         heads = [self.computes[self.computed].name] if self.computed < len(self.computes) else []
-        left = [(queue, batches) for queue, batches in self.queues.items() if self.heads[queue] < len(batches)]
+        left = [
+            (queue, batches) for queue, batches in self.queues.items() if self.heads[queue] < len(batches)
+        ]
         return heads + [batches[self.heads[queue]][1].name for queue, batches in left]
 
 

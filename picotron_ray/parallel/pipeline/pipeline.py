@@ -20,7 +20,8 @@ from picotron_ray.comm.wire_bytes import PIPELINE, SENT, size_bytes
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, schedule_of
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, schedule_of
 from picotron_ray.parallel import mesh
 from picotron_ray.parallel.pipeline.schedule_runtime import SENDS, build_runtime
 from picotron_ray.parallel.pipeline.watched_stage import (

@@ -18,7 +18,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.message_order import may_receive_early, receive_buffers, with_messages
 from picotron_ray.layout.schedule_actions import Action, ActionRows
-from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import PipelineSchedule
 from picotron_ray.parallel.pipeline.watched_stage import ReceivePool, WatchedStage
 
 SENDS = (_ComputationType.SEND_F, _ComputationType.SEND_B)
@@ -68,7 +69,9 @@ def build_runtime(
 
 
 def _in_order_of_the_last_stage(rows: ActionRows, last: int) -> ActionRows:
-    taken = [action.micro_batch for row in rows for action in row if (action.stage, action.kind) == (last, "F")]
+    taken = [
+        action.micro_batch for row in rows for action in row if (action.stage, action.kind) == (last, "F")
+    ]
     number = {micro_batch: place for place, micro_batch in enumerate(taken)}
     return tuple(tuple(a._replace(micro_batch=number[a.micro_batch]) for a in row) for row in rows)
 

@@ -83,20 +83,20 @@ class WatchedStage(PipelineStage):
         """
         return []
 
-    def _prepare_forward_infra(self, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         """As torch does for one micro-batch, whose buffers stand for those of all."""
         result = super()._prepare_forward_infra(1, *args, **kwargs)
-        self.args_recv_info = self._for_all("RECV_F", self.args_recv_info[0], micro_batches)
+        self.args_recv_info = self._for_all("RECV_F", self.args_recv_info[0], num_microbatches)
         return result
 
-    def _prepare_backward_infra(self, micro_batches: int, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(1, *args, **kwargs)
-        self.chunks = micro_batches
-        self.grad_recv_info = self._for_all("RECV_B", self.grad_recv_info[0], micro_batches)
+        self.chunks = num_microbatches
+        self.grad_recv_info = self._for_all("RECV_B", self.grad_recv_info[0], num_microbatches)
         return result
 
     def _for_all(self, kind: str, first: Sequence[Any], micro_batches: int) -> dict[int, tuple[Any, ...]]:
-        """What torch keeps of the receives of a micro-batch, for each one with its buffer of the rank's."""
+        """Torch's notes on the receives of one micro-batch, for each of them with its own buffer."""
         found = {}
         for number in range(micro_batches):
             infos = tuple(copy.copy(info) for info in first)
@@ -120,17 +120,19 @@ class WatchedStage(PipelineStage):
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
-    def backward_one_chunk(self, micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
         self.on_action("backward", self.stage_index)
-        super().backward_one_chunk(micro_batch, *args, full_backward=full_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self._forget(micro_batch)
+            self._forget(bwd_chunk_id)
         self.on_action(WAITING, NO_STAGE)
 
-    def backward_weight_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         self.on_action("backward", self.stage_index)
-        super().backward_weight_one_chunk(micro_batch, *args, **kwargs)
-        self._forget(micro_batch)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._forget(bwd_chunk_id)
         self.on_action(WAITING, NO_STAGE)
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,8 @@ from picotron_ray.layout.message_order import (
     with_messages,
 )
 from picotron_ray.layout.schedule_actions import Action, ActionRows, action_list
-from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule, PipelineShape
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, made
 from tests.support.message_queues import Batch, Compute, Message, one_per_pair, steps_of, stuck
 
@@ -32,7 +33,12 @@ def shapes(entry: PipelineSchedule, most_ranks: int, most_rounds: int) -> Iterat
     for ranks in range(2, most_ranks + 1):
         for stages in {least, min(most, 3) if most_ranks > 4 else least}:
             for rounds in range(1, most_rounds + 1):
-                for count in {rounds * ranks - 1, rounds * ranks, rounds * ranks + 1, rounds * ranks * stages}:
+                for count in {
+                    rounds * ranks - 1,
+                    rounds * ranks,
+                    rounds * ranks + 1,
+                    rounds * ranks * stages,
+                }:
                     shape = PipelineShape(ranks, stages, count)
                     if count and not entry.problem(shape):
                         yield shape

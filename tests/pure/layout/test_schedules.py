@@ -22,13 +22,8 @@ from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import ActionList, action_list
-from picotron_ray.layout.schedules import (
-    SCHEDULES,
-    PipelineSchedule,
-    PipelineShape,
-    canonical_name,
-    schedule_names,
-)
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule, canonical_name, schedule_names
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate

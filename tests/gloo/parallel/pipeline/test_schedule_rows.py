@@ -10,8 +10,8 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule, PipelineShape
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule
 
 OF_TORCH = {
     "looped-bfs": "ScheduleLoopedBFS",
@@ -21,10 +21,7 @@ OF_TORCH = {
     "dualpipev": "ScheduleDualPipeV",
 }
 SHAPES = [
-    PipelineShape(ranks, stages, count)
-    for ranks in (2, 3, 5)
-    for stages in (2, 3)
-    for count in range(1, 14)
+    PipelineShape(ranks, stages, count) for ranks in (2, 3, 5) for stages in (2, 3) for count in range(1, 14)
 ]
 OVERLAPPED = re.compile(
     r"\((\w+);(\w+)\)OVERLAP_F_B"

@@ -118,11 +118,11 @@ class ReceiveBuffers(NamedTuple):
 
     Fields:
         number: of the buffer, by receive.
-        count: of buffers.
+        total: of buffers.
     """
 
     number: dict[Action, int]
-    count: int
+    total: int
 
 
 def receive_buffers(row: Sequence[Action]) -> ReceiveBuffers:
@@ -133,7 +133,7 @@ def receive_buffers(row: Sequence[Action]) -> ReceiveBuffers:
     where the backward pass is split. So it is free after B or W.
 
     >>> row = [Action(1, kind, number) for number in range(3) for kind in ("RECV_F", "F", "B")]
-    >>> receive_buffers(row).count
+    >>> receive_buffers(row).total
     1
     """
     free: list[int] = []
@@ -181,4 +181,4 @@ _ROUNDS = 3
 def _counts(schedule: PipelineSchedule, shape: PipelineShape, early: bool) -> tuple[int, ...]:
     if schedule.rows is None:
         raise LayoutError(f"schedule {schedule.name}: saw no rows, expected those of layout.actions")
-    return tuple(receive_buffers(row).count for row in with_messages(schedule.rows(shape), early))
+    return tuple(receive_buffers(row).total for row in with_messages(schedule.rows(shape), early))

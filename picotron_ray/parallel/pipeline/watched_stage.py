@@ -46,7 +46,7 @@ class ReceivePool:
         if number is None:
             return None
         if not self._tensors:
-            self._tensors = [torch.empty_like(like) for _ in range(self._buffers.count)]
+            self._tensors = [torch.empty_like(like) for _ in range(self._buffers.total)]
         buffer = self._tensors[number]
         if (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
             raise RuntimeError(

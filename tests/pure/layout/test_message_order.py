@@ -163,14 +163,14 @@ def test_no_buffer_is_taken_twice(entry: PipelineSchedule, early: bool) -> None:
                     same = action.stage, action.micro_batch
                     holder = {n: a for n, a in holder.items() if (a.stage, a.micro_batch) != same}
             assert not holder
-            assert buffers.count == most_taken(row)
+            assert buffers.total == most_taken(row)
 
 
 def carried_on(entry: PipelineSchedule, most_ranks: int, most_rounds: int) -> None:
     for shape in shapes(entry, most_ranks, most_rounds):
         for early in (False, True):
             rows = with_messages(rows_of(entry, shape), early)
-            counted = tuple(receive_buffers(row).count for row in rows)
+            counted = tuple(receive_buffers(row).total for row in rows)
             assert receive_counts(entry, shape, early) == counted, shape
 
 

@@ -30,10 +30,12 @@ class MessageNote:
     Fields:
         peer: rank in the group.
         number: among this rank's calls of the kind, the peer and the tag, counted from 1.
+        batch: messages that are posted together with this one and itself.
     """
 
     __slots__ = (
         "_work",
+        "batch",
         "done_ns",
         "dtype",
         "group",
@@ -52,6 +54,7 @@ class MessageNote:
         self.kind, self.group, self.peer, self.tag, self.number = kind, group, peer, tag, number
         self.sizes = [list(tensor.shape) for tensor in tensors]
         self.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        self.batch = batch_size(sys._getframe(2))
         self.place = place_in_code(sys._getframe(2))
         self.issued_ns, self.done_ns = time.time_ns(), 0
         self._work: Callable[[], Any] | None = None
@@ -70,7 +73,8 @@ class MessageNote:
         work = None if self._work is None else self._work()
         return {
             "kind": self.kind, "group": self.group, "peer": self.peer, "tag": self.tag, "number": self.number,
-            "sizes": self.sizes, "dtype": self.dtype, "place": self.place, "issued_ns": self.issued_ns,
+            "sizes": self.sizes, "dtype": self.dtype, "batch": self.batch, "place": self.place,
+            "issued_ns": self.issued_ns,
             "done_ns": self.done_ns, "done": bool(self.done_ns) or (work is not None and work.is_completed()),
         }  # fmt: skip
 
@@ -174,6 +178,19 @@ def place_in_code(frame: Any) -> str:
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def batch_size(frame: Any) -> int:
+    """Return how many messages are posted together, from a frame below `batch_isend_irecv`; 1: it is not.
+
+    Torch does not promise that messages are called in that function.
+    """
+    code = dist.batch_isend_irecv.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            return len(frame.f_locals[code.co_varnames[0]])
+        frame = frame.f_back
+    return 1
 
 
 def place_of_frames(frames: Sequence[dict[str, Any]]) -> str:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from picotron_ray.errors import LayoutError
-from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, canonical_name
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, canonical_name
 from picotron_ray.layout.uneven import counts_name, span
 
 _LAYOUT_NAME = re.compile(r"\bdp\d+-tp\d+-pp\d+-[\w-]+")

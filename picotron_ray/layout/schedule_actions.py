@@ -165,7 +165,7 @@ def _check_row(number: int, row: tuple[Action, ...], stages: tuple[int, ...], mi
                     raise _bad(f"row {number}: saw {second} before {first}, expected it after")
 
 
-def _needs(action: Action, last: int) -> tuple[Action, ...]:
+def needed(action: Action, last: int) -> tuple[Action, ...]:
     """Actions of another stage of which one must be done before; empty where none must."""
     stage, kind, micro_batch = action
     if kind == "F" and stage > 0:
@@ -187,7 +187,7 @@ def _span(rows: ActionRows) -> int:
         moved = False
         for number, row in enumerate(rows):
             for action in row[heads[number] :]:
-                needs = _needs(action, last)
+                needs = needed(action, last)
                 known = [done[need] for need in needs if need in done]
                 if needs and not known:
                     break
@@ -205,7 +205,7 @@ def _deadlock(rows: ActionRows, heads: list[int], last: int) -> ConfigError:
     waits = []
     for number, (head, row) in enumerate(zip(heads, rows, strict=True)):
         if head < len(row):
-            (need,) = (need for need in _needs(row[head], last) if need in given)
+            (need,) = (need for need in needed(row[head], last) if need in given)
             waits.append(f"row {number} at {row[head]} for {need}")
     return _bad(f"saw rows that wait for each other for ever ({', '.join(waits)}), expected another order")
 

@@ -13,26 +13,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.schedule_actions import Action, ActionRows, action_list
+from picotron_ray.layout.schedule_rows import (
+    PipelineShape,
+    dualpipev_rows,
+    interleaved_rows,
+    looped_bfs_rows,
+    rounds_of,
+    zbv_rows,
+)
 
 Placement = Literal["loop", "v", "list"]
 MANY = sys.maxsize
-
-
-class PipelineShape(NamedTuple):
-    """The pipeline that a schedule is made for: ranks, stages on each of them, micro-batches per step."""
-
-    ranks: int
-    stages_per_rank: int
-    micro_batches: int
-
-    @property
-    def stages(self) -> int:
-        """Stages of all ranks together."""
-        return self.ranks * self.stages_per_rank
 
 
 def _no_problem(shape: PipelineShape) -> str:
@@ -56,13 +51,13 @@ def _split_waiting(shape: PipelineShape) -> float:
 class PipelineSchedule:
     """Pipeline schedule: its demands, how it runs and what it costs.
 
-    Exactly one of ``rows``, ``torch_class`` and ``with_actions`` says how it runs.
+    Exactly one of ``rows`` and ``with_actions`` says how it runs.
 
     Fields:
         name: value of ``layout.schedule``.
         aliases: further names that configs, logs and manifests may use for it.
         rows: the actions of every rank, in order.
-        torch_class: name of a multi-stage schedule class of ``torch.distributed.pipelining``.
+        repeats: whether a longer step is a shorter one with more rounds of micro-batches in its middle.
         with_actions: the schedule that a job's own list (``layout.actions``) makes of this entry.
         stages_per_rank: least and most.
         placement: ``loop``: rank r has stages r, r + ranks, ...; ``v``: the second half runs back, so that
@@ -80,7 +75,7 @@ class PipelineSchedule:
     name: str
     aliases: tuple[str, ...] = ()
     rows: Callable[[PipelineShape], ActionRows] | None = None
-    torch_class: str = ""
+    repeats: bool = True
     with_actions: Callable[[tuple[str, ...]], PipelineSchedule] | None = None
     stages_per_rank: tuple[int, int] = (1, 1)
     placement: Placement = "loop"
@@ -91,11 +86,9 @@ class PipelineSchedule:
     searched: bool = False
 
     def __post_init__(self) -> None:
-        ways = [way for way in (self.rows, self.torch_class, self.with_actions) if way]
-        if len(ways) != 1:
-            raise LayoutError(
-                f"schedule {self.name}: saw {len(ways)} of rows, torch_class and with_actions, expected one"
-            )
+        if (self.rows is None) == (self.with_actions is None):
+            saw = "both" if self.rows else "neither"
+            raise LayoutError(f"schedule {self.name}: saw {saw} of rows and with_actions, expected one")
 
     def rank_stages(self, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
         """The stages of one pipeline rank, ascending."""
@@ -115,7 +108,7 @@ def _one_per_stage(shape: PipelineShape) -> str:
 
 
 def _whole_rounds(shape: PipelineShape) -> str:
-    rounds = max(1, shape.micro_batches // shape.ranks)
+    rounds = rounds_of(shape)
     if shape.micro_batches % rounds == 0:
         return ""
     return f"needs a multiple of {rounds} micro-batches ({shape.ranks} or a little more per round)"
@@ -159,6 +152,7 @@ def _custom(actions: tuple[str, ...]) -> PipelineSchedule:
     return replace(
         SCHEDULES["custom"],
         rows=lambda shape: listed.rows,
+        repeats=False,
         with_actions=None,
         stages_per_rank=(per_rank, per_rank),
         splits_backward=listed.splits,
@@ -181,10 +175,10 @@ _ENTRIES = (
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks - rank),
         searched=True,
     ),
-    PipelineSchedule("looped-bfs", torch_class="ScheduleLoopedBFS", stages_per_rank=(2, MANY)),
+    PipelineSchedule("looped-bfs", rows=looped_bfs_rows, stages_per_rank=(2, MANY)),
     PipelineSchedule(
         "interleaved-1f1b",
-        torch_class="ScheduleInterleaved1F1B",
+        rows=interleaved_rows,
         stages_per_rank=(2, MANY),
         problem=_whole_rounds,
         in_flight=_interleaved_in_flight,
@@ -192,7 +186,7 @@ _ENTRIES = (
     ),
     PipelineSchedule(
         "interleaved-zero-bubble",
-        torch_class="ScheduleInterleavedZeroBubble",
+        rows=lambda shape: interleaved_rows(shape, split=True),
         stages_per_rank=(2, MANY),
         splits_backward=True,
         problem=_whole_rounds,
@@ -202,7 +196,7 @@ _ENTRIES = (
     ),
     PipelineSchedule(
         "zbv",
-        torch_class="ScheduleZBVZeroBubble",
+        rows=zbv_rows,
         stages_per_rank=(2, 2),
         placement="v",
         splits_backward=True,
@@ -212,7 +206,7 @@ _ENTRIES = (
     ),
     PipelineSchedule(
         "dualpipev",
-        torch_class="ScheduleDualPipeV",
+        rows=dualpipev_rows,
         stages_per_rank=(2, 2),
         placement="v",
         splits_backward=True,

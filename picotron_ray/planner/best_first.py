@@ -20,7 +20,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import Degrees, layout_problems
 from picotron_ray.config.validation.schedules import PipelineChoice, pipelines
 from picotron_ray.layout.layout import Layout, Zero
-from picotron_ray.layout.schedules import PipelineShape, schedule_of
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.candidates import (
     Sharding,
     candidate,

@@ -11,6 +11,7 @@ from picotron_ray.config.support.fast_path import fuses_projections, overlap_met
 from picotron_ray.config.support.kernels import attention_masks, norm_kernel, windowed
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.message_order import may_receive_early, receive_counts
 from picotron_ray.layout.recompute_policy import RecomputedBlocks, RecomputeKind
 from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.model_sizes import sizes_of
@@ -133,21 +134,24 @@ def _whole(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
 def stage_end_bytes(job: JobConfig, layout: Layout, rank: int, flying: float) -> float:
     """Bytes of what enters and leaves stages: their outputs until backward, and buffers to receive.
 
-    torch's pipelines allocate a buffer for every micro-batch of a step and every neighbour on another rank.
     The input of a stage's first block lies in such a buffer.
     """
     hidden = _stage_output_bytes(job, layout)
     if layout.pp == 1:
         return hidden
-    count, before = layout.micro_batches(job.data.global_batch), _neighbours(layout, rank)[0]
+    count, before = layout.micro_batches(job.data.global_batch), _stages_before(layout, rank)
     own = flying - min(flying, count) * before / len(layout.rank_stages(rank))
     return receive_bytes(job, layout, rank) + hidden * own
 
 
 def receive_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
-    """Bytes of the buffers that stages receive into: one for every micro-batch and remote neighbour."""
-    count = layout.micro_batches(job.data.global_batch)
-    return _stage_output_bytes(job, layout) * count * sum(_neighbours(layout, rank))
+    """Bytes of the buffers that a rank receives into, as many as `receive_counts` says of its schedule."""
+    if layout.pp == 1:
+        return 0.0
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    shape = layout.pipeline_shape(job.data.global_batch)
+    early = may_receive_early(job.cluster.device, layout.pp)
+    return _stage_output_bytes(job, layout) * receive_counts(schedule, shape, early)[rank]
 
 
 def _stage_output_bytes(job: JobConfig, layout: Layout) -> float:
@@ -156,12 +160,10 @@ def _stage_output_bytes(job: JobConfig, layout: Layout) -> float:
     return tokens * sizes.hidden * stream_bytes(job) / (layout.tp if sizes.sequence_cut else 1)
 
 
-def _neighbours(layout: Layout, rank: int) -> tuple[int, int]:
-    """Number of stages before and after those of a pipeline rank that are on other ranks."""
+def _stages_before(layout: Layout, rank: int) -> int:
+    """Number of stages before those of a pipeline rank that are on other ranks."""
     stages = layout.rank_stages(rank)
-    before = sum(stage > 0 and stage - 1 not in stages for stage in stages)
-    after = sum(stage < layout.stages - 1 and stage + 1 not in stages for stage in stages)
-    return before, after
+    return sum(stage > 0 and stage - 1 not in stages for stage in stages)
 
 
 def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:

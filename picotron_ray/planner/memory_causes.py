@@ -13,7 +13,7 @@ def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, floa
     """Estimated bytes of a pipeline rank by cause, and their total at the fullest moment of a step.
 
     ``buffers`` are what ZeRO gathers and gradients that are not yet reduced, ``received`` those into which a
-    pipeline receives, one for each micro-batch. The optimizer's update has temporaries of its own, at a time
+    pipeline receives. The optimizer's update has temporaries of its own, at a time
     when no activations live; the total has whichever is more.
     """
     again = blocks_again(job, layout, rank)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import is_quantized
-from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape, schedule_of
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import PipelineSchedule, schedule_of
 from picotron_ray.planner.kept_activations import STATE_BYTES, kept_by_kind
 from picotron_ray.planner.memory import rank_state
 from picotron_ray.planner.memory_moments import logit_bytes

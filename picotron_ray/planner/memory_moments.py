@@ -43,6 +43,11 @@ from picotron_ray.planner.narrow_gathers import saved_of_block
 from picotron_ray.planner.sent_bytes import in_root
 
 
+LATE = 0.5
+"""Share of a block's activations that are gone when nearly all of its gradients are there: the hidden layer's,
+which has most weights and whose backward pass comes first."""
+
+
 class Moment(NamedTuple):
     """Bytes beside the state: of weights that compute and gradients that ZeRO has whole, and activations."""
 
@@ -87,6 +92,7 @@ class RankMoments:
         ends: the gradient of the embedding's table, and of its output; 0: no embedding here.
         fresh: gradients that a step begins without, where all its micro-batches are in flight together.
         copies: weights in 16 bits that stay, also during the update; `gathered` has them too.
+        made: gradients of one block that `gathered` has whole, when they are made.
     """
 
     blocks: BlockBytes
@@ -99,22 +105,27 @@ class RankMoments:
     gathered: GatheredBytes
     fresh: float
     copies: float
+    made: float
 
     def peak(self, again: RecomputedBlocks) -> Moment:
         """The moment that needs most, if ``again`` of the blocks are computed again.
 
         A step begins without gradients, but for buckets that replicas reduce. Where all its micro-batches are
         in flight together, gradients grow as activations go. Then both ends of the first backward pass are
-        looked at: all activations without gradients, and all gradients with one micro-batch less.
+        looked at: all activations without gradients, and all gradients with one micro-batch less. So they do
+        within a block, of which ZeRO has the gradients whole.
         """
         blocks, flying, gathered, logits = self.blocks, self.flying, self.gathered, self.logits
         inside = blocks.held(again)
         kept = inside + self.fixed
         work = kept + self.at_work + blocks.again(again)
         one = inside / max(1, self.depth) / max(1.0, flying)
+        gone = LATE * (one + blocks.again(again))
         passing = [
-            (gathered.backward, work),
-            (gathered.reduced, work - one),
+            (gathered.backward - self.made, work),
+            (gathered.backward, work - gone),
+            (gathered.reduced - self.made, work - one),
+            (gathered.reduced, work - one - gone),
             (gathered.forward, kept + logits.forward),
             (gathered.loss, kept + logits.loss),
             (gathered.head, kept + logits.head),
@@ -173,6 +184,7 @@ def rank_moments(
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) if together else 0.0,
         copies=copies,
+        made=_block_elements(job, layout) * weight_bytes(job) if layout.zero > 1 and layout.pp == 1 else 0.0,
     )
 
 
@@ -257,6 +269,13 @@ def _alone(job: JobConfig, layout: Layout) -> int:
     return sizes_of(job.model).experts // layout.ep if layout.expert_shards == 1 else 0
 
 
+def _block_elements(job: JobConfig, layout: Layout) -> float:
+    """Parameters of a block that are gathered, on one rank."""
+    sizes = sizes_of(job.model)
+    held = sizes.block - sizes.experts + sizes.experts // layout.ep - _alone(job, layout)
+    return sizes.whole_block + (held - sizes.whole_block) / layout.tp
+
+
 def _gathered(
     job: JobConfig,
     layout: Layout,
@@ -288,9 +307,7 @@ def _gathered(
         return GatheredBytes(*(copies,) * len(GatheredBytes._fields))
     sizes, wide, item = sizes_of(job.model), STATE_BYTES[job.precision], weight_bytes(job)
     head, embed = tables
-    alone = _alone(job, layout)
-    held = sizes.block - sizes.experts + sizes.experts // layout.ep - alone
-    elements = sizes.whole_block + (held - sizes.whole_block) / layout.tp
+    alone, elements = _alone(job, layout), _block_elements(job, layout)
     block, reduced = item * elements, wide * elements
     narrow = block - saved_of_block(job, layout)
     root = made = 0.0

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: torch's schedules over the stages of one rank.
+"""Pipeline parallelism: schedules over the stages of one rank.
 
 Shapes are static and given to the stages, so that nothing is inferred by exchanging pickles at the first
 step. Micro-batches that only hold fill rows run through all stages like any other, because schedules need
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from picotron_ray.comm.wire_bytes import PIPELINE, SENT, size_bytes
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import SCHEDULES, PipelineShape, schedule_of
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, schedule_of
 from picotron_ray.parallel import mesh
 from picotron_ray.parallel.pipeline.schedule_runtime import SENDS, build_runtime
 from picotron_ray.parallel.pipeline.watched_stage import (
@@ -123,9 +123,9 @@ class Pipeline:
                     f"layout {layout}: saw {micro_batches} micro-batches, {layout.schedule} {problem}: use"
                     " another micro_batch or schedule"
                 )
-            stages: list[PipelineStage] = [self._stage(index) for index in sorted(self._models)]
+            stages = [self._stage(index) for index in sorted(self._models)]
             self._runtimes[micro_batches] = build_runtime(
-                self._schedule, shape, stages, self._owners, loss_fn=self._micro_loss, scale_grads=False
+                self._schedule, shape, stages, loss_fn=self._micro_loss, scale_grads=False
             )
         return self._runtimes[micro_batches]
 

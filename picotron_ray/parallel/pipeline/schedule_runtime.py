@@ -1,39 +1,29 @@
-"""Runtime of pipeline schedules: from rows of actions, or by a class of torch's.
+"""Runtime of pipeline schedules: torch's, from rows of actions with their messages.
 
 Torch builds its own looped schedules from rows of actions like these. That interface is private, so a test
 compares a list with the schedule of torch's that it spells out.
 
 Messages travel during computation. Torch's own 1F1B and GPipe wait for each message where they post it. Here
-no rank waits for its sends. Where it may be (`may_receive_early`), a receive is posted one computation before
-the pass that needs it, as far as the order of messages between the two ranks allows. Both ranks must post
-them in the same order, because under NCCL each would wait for the other otherwise.
+no rank waits for its sends, and `layout.message_order` says where they are posted: torch adds the gathers and
+reductions of FSDP to the rows, and messages of its own, which are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from picotron_ray.layout.schedule_actions import ActionRows
-from picotron_ray.layout.schedules import PipelineSchedule, PipelineShape
+from picotron_ray.errors import LayoutError
+from picotron_ray.layout.message_order import may_receive_early, receive_buffers, with_messages
+from picotron_ray.layout.schedule_actions import Action, ActionRows
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import PipelineSchedule
+from picotron_ray.parallel.pipeline.watched_stage import ReceivePool, WatchedStage
 
-_AHEAD = {_ComputationType.SEND_F: 1, _ComputationType.RECV_B: 1}
-_BEHIND = {_ComputationType.SEND_B: -1, _ComputationType.RECV_F: -1}
-_TO = _AHEAD | _BEHIND
-"""Distance to the other end of a message, in stages."""
 SENDS = (_ComputationType.SEND_F, _ComputationType.SEND_B)
-_RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
-_COMPUTES = (
-    _ComputationType.FORWARD,
-    _ComputationType.FULL_BACKWARD,
-    _ComputationType.BACKWARD_INPUT,
-    _ComputationType.BACKWARD_WEIGHT,
-    _ComputationType.OVERLAP_F_B,
-)
+_MESSAGES = (*SENDS, _ComputationType.RECV_F, _ComputationType.RECV_B)
 
 
 class ActionSchedule(_PipelineScheduleRuntime):
@@ -44,82 +34,72 @@ class ActionSchedule(_PipelineScheduleRuntime):
 
     Args:
         rows: the actions of every pipeline rank, in order.
+        early: whether receives are posted one computation ahead.
     """
 
     def __init__(
-        self, stages: list[PipelineStage], micro_batches: int, rows: ActionRows, **options: Any
+        self, stages: list[WatchedStage], micro_batches: int, rows: ActionRows, early: bool, **options: Any
     ) -> None:
         super().__init__(stages, micro_batches, **options)
-        last = stages[0].num_stages - 1
-        taken = [a.micro_batch for row in rows for a in row if (a.stage, a.kind) == (last, "F")]
-        number = {micro_batch: place for place, micro_batch in enumerate(taken)}
-        self.pipeline_order = {
-            rank: [_Action.from_str(str(a._replace(micro_batch=number[a.micro_batch]))) for a in row]
-            for rank, row in enumerate(rows)
-        }
+        rows = _in_order_of_the_last_stage(rows, stages[0].num_stages - 1)
+        self.pipeline_order = {rank: [_torchs(a) for a in row] for rank, row in enumerate(rows)}
         self._prepare_schedule_with_comms(self.pipeline_order)
+        posted = with_messages(rows, early)
+        self.pipeline_order_with_comms = {
+            rank: _woven(row, posted[rank]) for rank, row in self.pipeline_order_with_comms.items()
+        }
+        pool = ReceivePool(receive_buffers(posted[stages[0].group_rank]))
+        for stage in stages:
+            stage.received = pool
 
 
 def build_runtime(
-    schedule: PipelineSchedule,
-    shape: PipelineShape,
-    stages: list[PipelineStage],
-    rank_of: Mapping[int, int],
-    **options: Any,
-) -> _PipelineScheduleRuntime:
-    """Build torch's object that runs a schedule, from its rows or from the class of torch's that it names.
+    schedule: PipelineSchedule, shape: PipelineShape, stages: list[WatchedStage], **options: Any
+) -> ActionSchedule:
+    """Build torch's object that runs a schedule.
 
     Args:
         stages: this rank's.
-        rank_of: the pipeline rank of every stage.
         options: of torch's schedule.
     """
-    runtime: _PipelineScheduleRuntime
-    if schedule.rows is not None:
-        runtime = ActionSchedule(stages, shape.micro_batches, schedule.rows(shape), **options)
-    else:
-        runtime = getattr(pipelining, schedule.torch_class)(stages, shape.micro_batches, **options)
-    if may_receive_early(stages[0].device.type, len(set(rank_of.values()))):
-        receive_early(runtime, rank_of)
-    return runtime
+    if schedule.rows is None:
+        raise LayoutError(f"schedule {schedule.name}: saw no rows, expected those of layout.actions")
+    early = may_receive_early(stages[0].device.type, shape.ranks)
+    return ActionSchedule(stages, shape.micro_batches, schedule.rows(shape), early, **options)
 
 
-def may_receive_early(device: str, ranks: int) -> bool:
-    """Whether receives may be posted ahead of sends to other ranks.
+def _in_order_of_the_last_stage(rows: ActionRows, last: int) -> ActionRows:
+    taken = [
+        action.micro_batch for row in rows for action in row if (action.stage, action.kind) == (last, "F")
+    ]
+    number = {micro_batch: place for place, micro_batch in enumerate(taken)}
+    return tuple(tuple(a._replace(micro_batch=number[a.micro_batch]) for a in row) for row in rows)
 
-    NCCL runs all messages of a group that was connected eagerly on one stream, in the order of their posting:
-    between three ranks or more an early receive would hold up the send that it waits for.
+
+def _torchs(action: Action) -> _Action:
+    return _Action.from_str(str(action))
+
+
+def _woven(row: Sequence[_Action], posted: Sequence[Action]) -> list[_Action]:
+    """Torch's row of a rank with the messages as they are posted, each next to the same computation.
+
+    What FSDP does between two computations comes after the messages between them.
     """
-    return device != "cuda" or ranks == 2
-
-
-def receive_early(schedule: _PipelineScheduleRuntime, rank_of: Mapping[int, int]) -> None:
-    """Let every rank post each receive before the computation ahead of it.
-
-    Args:
-        rank_of: the pipeline rank of every stage.
-    """
-    rows = schedule.pipeline_order_with_comms
-    schedule.pipeline_order_with_comms = {rank: _early(row, rank_of) for rank, row in rows.items()}
-
-
-def _early(row: Sequence[_Action], rank_of: Mapping[int, int]) -> list[_Action]:
+    left = [_torchs(action) for action in reversed(posted)]
     found: list[_Action] = []
+
+    def post_messages() -> None:
+        while left and left[-1].computation_type in _MESSAGES:
+            found.append(left.pop())
+
+    post_messages()
     for action in row:
-        found.insert(_place(action, found, rank_of), action)
+        if action.computation_type in _MESSAGES:
+            continue
+        found.append(action)
+        if left and action == left[-1]:
+            left.pop()
+            post_messages()
+    if left:
+        raise LayoutError(f"pipeline: saw {left[-1]} out of place in torch's row of actions")
     return found
-
-
-def _place(action: _Action, before: Sequence[_Action], rank_of: Mapping[int, int]) -> int:
-    """Position for an action among those before it."""
-
-    def peer(of: _Action) -> int | None:
-        return rank_of[of.stage_index + _TO[of.computation_type]] if of.computation_type in _TO else None
-
-    if action.computation_type in _RECEIVES:
-        for place in reversed(range(len(before))):
-            if before[place].computation_type in _COMPUTES:
-                return place
-            if peer(before[place]) == peer(action):
-                break
-    return len(before)

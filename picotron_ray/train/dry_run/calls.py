@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from picotron_ray.comm import torch_groups
+from picotron_ray.comm.operation_record import batch_size
 from picotron_ray.train.dry_run.call_order import Call
 
 GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_out")
@@ -23,6 +25,7 @@ PASSES = {
 }  # fmt: skip
 """Of a ring: each sends (n - 1)/n of the whole buffer (Thakur et al. 2005, section 4)."""
 SENDS, RECEIVES = ("send",), ("recv_", "recv_any_source_")
+_FROM_ANY = "recv_any_source_"
 UNNAMED = ("wait_tensor", "barrier", "monitored_barrier_")
 """What moves no tensor."""
 
@@ -46,14 +49,17 @@ def call_of(func: Any, args: Any, kwargs: Any, axes: Mapping[str, str]) -> Call 
     group, title = _group(namespace, args, kwargs)
     tensors = [leaf for leaf in tree_leaves(args[1:2] if name in _TAKE_SECOND else args[:1]) if _is(leaf)]
     ranks = tuple(dist.get_process_group_ranks(group))
+    message = name in SENDS or name in RECEIVES
     return Call(
         axis=axes.get(title, ""),
         ranks=ranks,
         kind=name,
         sizes=json.dumps([list(tensor.shape) for tensor in tensors]),
-        message=name in SENDS or name in RECEIVES,
+        message=message,
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
         sent_bytes=_sent_bytes(name, args, len(ranks)),
+        peer=ranks[args[2]] if message and name != _FROM_ANY else -1,
+        batch=batch_size(sys._getframe()) if message else 1,
     )
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules, stage
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from picotron_ray.comm import torch_groups
+from picotron_ray.comm.operation_record import batch_size
 from picotron_ray.parallel.memory.saved_parameters import of_a_parameter
 from picotron_ray.parallel.pipeline.schedule_runtime import SENDS
 
@@ -85,6 +89,40 @@ def test_pipeline_schedules_are_lists_of_actions() -> None:
     source = inspect.getsource(runtime._prepare_schedule_with_comms)
     assert "pipeline_order_with_comms" in source
     assert str(schedules._Action.from_str("1F2")) == "1F2"
+    assert str(schedules._Action.from_str("1RECV_B2")) == "1RECV_B2"
+
+
+def test_stages_hold_what_they_receive_by_micro_batch() -> None:
+    """They are asked for one micro-batch's, which is copied with another buffer for all of them."""
+    base = stage._PipelineStageBase
+    for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+        assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == "num_microbatches"
+    assert {"args_recv_info", "grad_recv_info", "chunks"} <= set(base.__init__.__code__.co_names)
+    info = stage._RecvInfo("x", 0, torch.ones(2), None)
+    other = copy.copy(info)
+    other.buffer = torch.zeros(2)
+    assert info.buffer is not None
+    assert info.buffer.sum() == 2
+    for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+        assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == "bwd_chunk_id"
+    assert inspect.signature(PipelineStage.backward_one_chunk).parameters["full_backward"].default is True
+
+
+def test_a_batch_of_messages_is_known_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def send(*_: Any, **__: Any) -> None:
+        sizes.append(batch_size(sys._getframe()))
+
+    monkeypatch.setattr(dist, "isend", send)
+    monkeypatch.setattr(dist.distributed_c10d, "isend", send)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 1) for _ in range(3)])
+    finally:
+        dist.destroy_process_group()
+    send()
+    assert sizes == [3, 3, 3, 1]
 
 
 def test_names_of_graph_nodes() -> None:

@@ -1,4 +1,4 @@
-"""The order of calls on every communicator, which ``check`` of every layout looks at too.
+"""The order of calls on every communicator, messages included, which ``check`` of every layout looks at too.
 
 Under NCCL the first operation of a communicator must be one of all its ranks.
 """
@@ -15,7 +15,9 @@ from tests.support.gloo.pool import Pool
 
 TIED = ModelConfig(**{**MODEL.model_dump(), "tie_embeddings": True})
 SUM = Call("tp", (0, 1), "all_reduce", "[[1]]", False)
-SENT = Call("tp", (0, 1), "send", "[[4]]", True)
+SENT = Call("tp", (0, 1), "send", "[[4]]", True, peer=1)
+TAKEN = SENT._replace(kind="recv", peer=0)
+ANSWERED, ANSWER = SENT._replace(kind="recv"), SENT._replace(peer=0)
 GATHERED = SUM._replace(kind="all_gather")
 
 
@@ -33,9 +35,33 @@ def test_the_ends_of_a_pipeline_do_not_meet_first(pool: Pool, layout: Layout, mo
 
 
 def test_what_is_wrong_with_an_order() -> None:
-    assert order_problems([[SUM, SENT, GATHERED], [SUM, GATHERED]]) == []
-    assert order_problems([[SENT, SUM], [SUM]]) == ["tp [0, 1]: rank 0 begins with send"]
+    assert order_problems([[SUM, SENT, GATHERED], [SUM, TAKEN, GATHERED]]) == []
+    assert order_problems([[SENT, SUM], [SUM]])[0] == "tp [0, 1]: rank 0 begins with send"
     assert order_problems([[SUM], []]) == ["tp [0, 1]: only ranks [0] use it"]
     assert order_problems([[SUM, GATHERED], [GATHERED, SUM]]) == ["tp [0, 1]: ranks call other collectives"]
     uneven = [SUM._replace(kind="all_to_all_single", sizes=f"[[{rank}]]") for rank in range(2)]
     assert order_problems([[one] for one in uneven]) == []
+
+
+def test_what_is_wrong_with_an_order_of_messages() -> None:
+    def problem(first: list[Call], second: list[Call]) -> list[str]:
+        return order_problems([[SUM, *first], [SUM, *second]])
+
+    assert problem([SENT, ANSWERED], [TAKEN, ANSWER]) == []
+    sent, answer = "0 to 1 [[4]] after 1 collective", "1 to 0 [[4]] after 1 collective"
+    assert problem([SENT, ANSWERED], [ANSWER, TAKEN]) == [
+        f"tp [0, 1]: rank 0 posts {sent} where rank 1 posts {answer}"
+    ]
+    both = [[one._replace(batch=2) for one in of] for of in ([SENT, ANSWERED], [ANSWER, TAKEN])]
+    assert problem(*both) == [], "those of a batch travel together"
+    assert problem([SENT], []) == [f"tp [0, 1]: rank 0 posts {sent} where rank 1 posts nothing"]
+    assert problem([], [TAKEN]) == [f"tp [0, 1]: rank 1 posts {sent} where rank 0 posts nothing"]
+    longer = TAKEN._replace(sizes="[[5]]")
+    assert problem([SENT], [longer]) == [
+        f"tp [0, 1]: rank 0 posts {sent} where rank 1 posts 0 to 1 [[5]] after 1 collective"
+    ]
+    moved = sent.replace("1 collective", "2 collectives")
+    assert problem([SENT, GATHERED], [GATHERED, TAKEN]) == [
+        f"tp [0, 1]: rank 0 posts {sent} where rank 1 posts {moved}"
+    ]
+    assert order_problems({0: [SUM, SENT]}) == [], "what the other rank posts is not known"

@@ -14,7 +14,8 @@ from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Sour
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import PipelineShape, schedule_of
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate

@@ -9,7 +9,7 @@ import pytest
 from picotron_ray.config.load import parse_job
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Coordinates, Layout, Zero, current_names
-from picotron_ray.layout.schedules import PipelineShape
+from picotron_ray.layout.schedule_rows import PipelineShape
 
 
 def test_places_of_uneven_degrees() -> None:

@@ -21,14 +21,9 @@ from picotron_ray.coordinator.plan_book import no_default
 from picotron_ray.coordinator.replay import event_line, header_line, replay
 from picotron_ray.errors import ConfigError, LayoutError
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.schedule_actions import action_list
-from picotron_ray.layout.schedules import (
-    SCHEDULES,
-    PipelineSchedule,
-    PipelineShape,
-    canonical_name,
-    schedule_names,
-)
+from picotron_ray.layout.schedule_actions import ActionList, action_list
+from picotron_ray.layout.schedule_rows import PipelineShape
+from picotron_ray.layout.schedules import SCHEDULES, PipelineSchedule, canonical_name, schedule_names
 from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.device_profile import CPU
 from picotron_ray.planner.memory import memory_estimate
@@ -37,21 +32,50 @@ from tests.support.runs.coordinator_world import World, choose_dp
 
 EAGER: PipelineSchedule = defined("add-a-schedule.md")["EAGER_1F1B"]
 WITH_ROWS = [*(entry for entry in SCHEDULES.values() if entry.rows), EAGER]
+OF_ONE_STAGE = [entry for entry in WITH_ROWS if entry.stages_per_rank[0] == 1]
+OF_SEVERAL = [entry for entry in WITH_ROWS if entry.stages_per_rank[0] > 1]
 SHAPES = [PipelineShape(ranks, 1, count) for ranks in (2, 3, 4) for count in (1, 2, 3, 5, 8, 13)]
+LOOPED = [
+    PipelineShape(ranks, stages, rounds * ranks)
+    for ranks in (2, 3, 4)
+    for stages in (2, 3)
+    for rounds in (2, 3)
+]
 
 
-@pytest.mark.parametrize("entry", WITH_ROWS, ids=lambda entry: entry.name)
+def listed_rows(entry: PipelineSchedule, shape: PipelineShape) -> ActionList:
+    assert entry.rows is not None
+    return action_list(tuple(" ".join(map(str, row)) for row in entry.rows(shape)))
+
+
+@pytest.mark.parametrize("entry", OF_ONE_STAGE, ids=lambda entry: entry.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_an_entry_says_is_what_its_rows_come_to(entry: PipelineSchedule, shape: PipelineShape) -> None:
     if entry.problem(shape):
         return
-    assert entry.rows is not None
-    listed = action_list(tuple(" ".join(map(str, row)) for row in entry.rows(shape)))
+    listed = listed_rows(entry, shape)
     assert listed.micro_batches == shape.micro_batches
     assert listed.splits == entry.splits_backward
     assert [entry.rank_stages(shape.ranks, 1, rank) for rank in range(shape.ranks)] == list(listed.placement)
     assert [entry.in_flight(shape, rank) for rank in range(shape.ranks)] == list(listed.in_flight)
     assert entry.waiting(shape) == pytest.approx(listed.waits)
+
+
+@pytest.mark.parametrize("entry", OF_SEVERAL, ids=lambda entry: entry.name)
+def test_waits_and_kept_activations_are_those_of_the_rows(entry: PipelineSchedule) -> None:
+    least, most = entry.stages_per_rank
+    shapes = [s for s in LOOPED if least <= s.stages_per_rank <= most and not entry.problem(s)]
+    assert len(shapes) >= 5
+    for shape in shapes:
+        listed = listed_rows(entry, shape)
+        held = [entry.rank_stages(shape.ranks, shape.stages_per_rank, rank) for rank in range(shape.ranks)]
+        assert (listed.micro_batches, listed.splits) == (shape.micro_batches, entry.splits_backward)
+        assert held == list(listed.placement)
+        assert entry.waiting(shape) == pytest.approx(listed.waits), shape
+        estimated = [entry.in_flight(shape, rank) for rank in range(shape.ranks)]
+        early = entry.splits_backward and most > 2  # its early backward passes are not counted
+        assert max(listed.in_flight) <= max(estimated) <= max(listed.in_flight) + 1.5 * early, shape
+        assert all(kept <= said for kept, said in zip(listed.in_flight, estimated, strict=True)), shape
 
 
 SPLITTING = ("interleaved-zero-bubble", "zbv", "dualpipev")
@@ -108,10 +132,10 @@ def test_interleaving_needs_whole_rounds(name: str) -> None:
 
 
 def test_an_entry_runs_in_one_way() -> None:
-    with pytest.raises(LayoutError, match="schedule none: saw 0 of rows, torch_class and with_actions"):
+    with pytest.raises(LayoutError, match="schedule none: saw neither of rows and with_actions"):
         PipelineSchedule("none")
-    with pytest.raises(LayoutError, match="saw 2 of"):
-        PipelineSchedule("two", torch_class="A", with_actions=lambda actions: EAGER)
+    with pytest.raises(LayoutError, match="schedule two: saw both of"):
+        PipelineSchedule("two", rows=EAGER.rows, with_actions=lambda actions: EAGER)
 
 
 def test_names_and_aliases_name_one_entry_each() -> None:

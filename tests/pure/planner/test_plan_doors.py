@@ -98,12 +98,24 @@ def test_keys_that_the_plan_needs_come_first() -> None:
 
 
 def test_buffers_of_a_pipeline_are_a_cause_of_their_own() -> None:
-    """Two neighbours, a buffer of 8,192 tokens and 4,096 values of 2 bytes for each of 512 micro-batches."""
+    """Of 8,192 tokens and 4,096 values of 2 bytes: for micro-batches in flight, and two on their way.
+
+    Rank 1 has 3 micro-batches in flight, whose activations lie where they were received; one more arrives
+    while it computes, and so does a gradient. Ranks 0 and 3 receive from one side.
+    """
     job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512"])
-    layout = Layout(pp=4, micro_batch=1, schedule="1f1b")
-    assert receive_bytes(job, layout, 1) == 2 * 512 * 8192 * 4096 * 2
-    assert receive_bytes(job, layout, 0) == receive_bytes(job, layout, 3) == 512 * 8192 * 4096 * 2
+    layout, one = Layout(pp=4, micro_batch=1, schedule="1f1b"), 8192 * 4096 * 2
+    assert [receive_bytes(job, layout, rank) / one for rank in range(4)] == [1, 5, 4, 2]
+    assert receive_bytes(job, Layout(pp=4, micro_batch=1, schedule="gpipe"), 1) / one == 512 + 1
     assert receive_bytes(job, Layout(), 0) == 0
     causes = memory_by_cause(job, layout, 1)
     assert causes["received"] == receive_bytes(job, layout, 1)
     assert causes["activations"] > 0
+
+
+def test_receives_are_early_on_devices_that_can() -> None:
+    """One more buffer where they are."""
+    job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512"])
+    near = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
+    layout = Layout(pp=4, micro_batch=1, schedule="gpipe")
+    assert receive_bytes(near, layout, 1) - receive_bytes(job, layout, 1) == 8192 * 4096 * 2

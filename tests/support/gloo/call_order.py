@@ -25,18 +25,37 @@ def calls() -> list[Call]:
             each["input_sizes"],
             False,
             "/".join(sorted({TYPES.get(dtype, dtype) for dtype in each["input_dtypes"]})),
+            -1,
+            1,
         )
         for each in found["entries"]
         if each["time_created_ns"] > found["since_ns"]
     ]
     timed += [
-        (each["issued_ns"], each["group"], each["kind"], each["sizes"], True, each["dtype"])
+        (
+            each["issued_ns"],
+            each["group"],
+            each["kind"],
+            each["sizes"],
+            True,
+            each["dtype"],
+            groups[each["group"]][1][each["peer"]],
+            each["batch"],
+        )
         for each in found["messages"]
     ]
     assert len(timed) < MOST, "some are lost"
     return [
-        Call(*groups[group], kind.removeprefix("gloo:"), json.dumps(sizes), message, dtype)
-        for _, group, kind, sizes, message, dtype in sorted(timed, key=lambda each: each[0])
+        Call(
+            *groups[group],
+            kind.removeprefix("gloo:"),
+            json.dumps(sizes),
+            message,
+            dtype,
+            peer=peer,
+            batch=batch,
+        )
+        for _, group, kind, sizes, message, dtype, peer, batch in sorted(timed, key=lambda each: each[0])
     ]
 
 

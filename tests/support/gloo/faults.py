@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_ray.comm.communicators import Communicators
-from picotron_ray.layout.schedules import PipelineShape
+from picotron_ray.layout.schedule_rows import PipelineShape
 from picotron_ray.parallel.attention import lse_kernels
 
 Undo = Callable[[], Any]

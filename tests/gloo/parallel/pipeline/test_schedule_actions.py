@@ -13,7 +13,6 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.schedule_actions import action_list
 from picotron_ray.parallel import mesh
-from picotron_ray.parallel.pipeline.schedule_runtime import may_receive_early
 from picotron_ray.train.engine import build_engine
 from tests.gloo.parallel.pipeline.test_schedules import DEEP
 from tests.support.gloo.action_lists import NEIGHBOURS, ONE_F_ONE_B, V_SPLIT, Rows, layout_of, made
@@ -145,10 +144,3 @@ def test_a_list_that_spells_out_a_schedule_of_torch_runs_as_that(pool: Pool, sch
     again, listed = pool.run(2, lowered, make_job("sgd", 12, DEEP, rows), layout_of(rows, 12))[0]
     assert again == rows
     assert listed == messages
-
-
-def test_receives_are_early_where_they_hold_up_no_send() -> None:
-    """NCCL runs a group's messages in the order of their posting."""
-    assert may_receive_early("cpu", 4)
-    assert may_receive_early("cuda", 2)
-    assert not may_receive_early("cuda", 3)

@@ -43,8 +43,8 @@ from picotron_ray.planner.narrow_gathers import saved_of_block
 from picotron_ray.planner.sent_bytes import in_root
 
 LATE = 0.5
-"""Share of a block's activations that are gone when nearly all of its gradients are there: those of the hidden
-layer, which has most weights and whose backward pass comes first."""
+"""Share of a block's activations that are gone when nearly all of its gradients are there: the hidden layer,
+which has most weights, comes first in the backward pass."""
 
 
 class Moment(NamedTuple):

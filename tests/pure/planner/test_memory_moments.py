@@ -41,11 +41,11 @@ def test_gpipe_keeps_logits_of_all_micro_batches() -> None:
     assert of(Layout(pp=2, micro_batch=2), rank=1).logits.loss == (4 + 3 * 4) * LOGITS
 
 
-def test_stages_keep_what_they_send_and_have_a_buffer_for_each_micro_batch() -> None:
+def test_stages_keep_what_they_send_and_have_buffers_for_what_is_on_its_way() -> None:
     hidden = 12 * 8 * 4
     assert of(Layout(micro_batch=2)).fixed == hidden
-    assert of(Layout(pp=2, micro_batch=2), rank=0).fixed == hidden * (8 + 2)
-    assert of(Layout(pp=2, micro_batch=2), rank=1).fixed == hidden * 8  # its input lies in a buffer
+    assert of(Layout(pp=2, micro_batch=2), rank=0).fixed == hidden * (2 + 2)
+    assert of(Layout(pp=2, micro_batch=2), rank=1).fixed == hidden * 2  # its input lies in a buffer
 
 
 def test_the_peak_is_the_loss_where_the_vocabulary_is_large() -> None:

@@ -83,11 +83,12 @@ def test_workers_on_cpus_are_bought_and_counted_by_machine(probed: str) -> None:
 
 
 def test_a_number_that_would_do_is_looked_for_beyond_512() -> None:
-    words = ("plan", "llama-3.1-405b", "layout.pp=16", "layout.tp=8", "--gpus")
+    asked = ("layout.pp=8", "layout.tp=8", "layout.memory_budget_gib=48")
+    words = ("plan", "llama-3.1-405b", *asked, "--gpus")
     line = refusal(*words, "512")
     assert "no number up to" not in line
-    assert "; 640 h100-80g would do" in line
-    assert run(*words, "640").exit_code == 0
+    assert "; 896 h100-80g would do" in line
+    assert run(*words, "896").exit_code == 0
 
 
 def test_keys_that_the_plan_needs_come_first() -> None:
@@ -103,7 +104,7 @@ def test_buffers_of_a_pipeline_are_a_cause_of_their_own() -> None:
     Rank 1 has 3 micro-batches in flight, whose activations lie where they were received; one more arrives
     while it computes, and so does a gradient. Ranks 0 and 3 receive from one side.
     """
-    job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512"])
+    job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512", "cluster.device=cuda"])
     layout, one = Layout(pp=4, micro_batch=1, schedule="1f1b"), 8192 * 4096 * 2
     assert [receive_bytes(job, layout, rank) / one for rank in range(4)] == [1, 5, 4, 2]
     assert receive_bytes(job, Layout(pp=4, micro_batch=1, schedule="gpipe"), 1) / one == 512 + 1
@@ -115,7 +116,7 @@ def test_buffers_of_a_pipeline_are_a_cause_of_their_own() -> None:
 
 def test_receives_are_early_on_devices_that_can() -> None:
     """One more buffer where they are."""
-    job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512"])
+    job = load_job("llama-3-8b", ["data.path=unread", "data.global_batch=512", "cluster.device=cuda"])
     near = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cpu"})})
     layout = Layout(pp=4, micro_batch=1, schedule="gpipe")
     assert receive_bytes(near, layout, 1) - receive_bytes(job, layout, 1) == 8192 * 4096 * 2

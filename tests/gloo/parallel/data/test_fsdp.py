@@ -59,9 +59,8 @@ def test_units_and_what_stays_whole(
     embedding, norm, head = (Sharded() for _ in range(3))
     model = nn.Sequential(embedding, *blocks, norm, head, nn.Linear(1, 1))
     kept = model[5].bias
-    units = FsdpUnits(
-        blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype, [embedding], [norm, head]
-    )
+    held = blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype
+    units = FsdpUnits(*held, embedding=[embedding], head=[norm, head])
     apply_fsdp(model, units, mesh, zero)  # type: ignore[arg-type]
     whole = {kept} if expert_mesh else {kept, *experts.parameters()}
     by: dict[str, Any] = {"shard_placement_fn": units.placement, "mp_policy": policy}

@@ -59,13 +59,13 @@ def test_units_and_what_stays_whole(
     embedding, norm, head = (Sharded() for _ in range(3))
     model = nn.Sequential(embedding, *blocks, norm, head, nn.Linear(1, 1))
     kept = model[5].bias
-    units = FsdpUnits(
-        blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype, [embedding], [norm, head]
-    )
+    held = blocks, [experts], expert_mesh, frozenset({kept}), [router], dtype
+    units = FsdpUnits(*held, embedding=[embedding], head=[norm, head])
     apply_fsdp(model, units, mesh, zero)  # type: ignore[arg-type]
     whole = {kept} if expert_mesh else {kept, *experts.parameters()}
+    by: dict[str, Any] = {"shard_placement_fn": units.placement, "mp_policy": policy}
     expected: list[Any] = [
-        (unit, {"mesh": mesh, "reshard_after_forward": freed, "mp_policy": policy, "ignored_params": whole})
+        (unit, {"mesh": mesh, "reshard_after_forward": freed, **by, "ignored_params": whole})
         for unit, freed in (
             *((block, zero == 3) for block in blocks),
             (embedding, zero == 3),
@@ -75,7 +75,7 @@ def test_units_and_what_stays_whole(
     ]
     own = {"reshard_after_forward": zero == 3}
     if expert_mesh:
-        expected.insert(0, (experts, {"mesh": "experts", **own, "mp_policy": policy}))
+        expected.insert(0, (experts, {"mesh": "experts", **own, **by}))
     if dtype is not None:  # in its own type, and no part of the block's unit
         expected.insert(0, (router, {"mesh": mesh, **own, "ignored_params": whole}))
     assert shards == expected

@@ -13,8 +13,9 @@ ranks allows. That is for networks where messages of different peers do not wait
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from picotron_ray.errors import LayoutError
@@ -162,15 +163,34 @@ def receive_counts(schedule: PipelineSchedule, shape: PipelineShape, early: bool
     >>> receive_counts(schedule_of("1f1b"), PipelineShape(4, 1, 128), early=False)
     (1, 5, 4, 2)
     """
-    count, rounds = shape.micro_batches, rounds_of(shape)
     if schedule.problem(shape):
-        return (2 * count * shape.stages_per_rank,) * shape.ranks
+        return (2 * shape.micro_batches * shape.stages_per_rank,) * shape.ranks
+    return _carried_on(lambda one: _counts(schedule, one, early), schedule, shape)
+
+
+def waiting_losses(schedule: PipelineSchedule, shape: PipelineShape) -> int:
+    """Micro-batches at most whose loss is there and whose backward pass has not begun.
+
+    >>> from picotron_ray.layout.schedules import schedule_of
+    >>> [waiting_losses(schedule_of(name), PipelineShape(2, 2, 128)) for name in ("zbv", "looped-bfs")]
+    [1, 128]
+    """
+    if schedule.problem(shape):
+        return shape.micro_batches
+    return max(_carried_on(lambda one: _losses(schedule, one), schedule, shape))
+
+
+def _carried_on(
+    counts: Callable[[PipelineShape], tuple[int, ...]], schedule: PipelineSchedule, shape: PipelineShape
+) -> tuple[int, ...]:
+    """Counts of a long step by those of shorter ones."""
+    count, rounds = shape.micro_batches, rounds_of(shape)
     if schedule.repeats and rounds > _ROUNDS:
         one = count // rounds if count % rounds == 0 else 1
         more = _ROUNDS * (one if one > 1 else shape.ranks)
-        at, before = (_counts(schedule, shape._replace(micro_batches=n), early) for n in (more, more - one))
+        at, before = (counts(shape._replace(micro_batches=n)) for n in (more, more - one))
         return tuple(n + (n - m) * (count - more) // one for n, m in zip(at, before, strict=True))
-    return _counts(schedule, shape, early)
+    return counts(shape)
 
 
 _ROUNDS = 3
@@ -182,3 +202,12 @@ def _counts(schedule: PipelineSchedule, shape: PipelineShape, early: bool) -> tu
     if schedule.rows is None:
         raise LayoutError(f"schedule {schedule.name}: saw no rows, expected those of layout.actions")
     return tuple(receive_buffers(row).total for row in with_messages(schedule.rows(shape), early))
+
+
+@lru_cache(maxsize=4096)
+def _losses(schedule: PipelineSchedule, shape: PipelineShape) -> tuple[int, ...]:
+    if schedule.rows is None:
+        raise LayoutError(f"schedule {schedule.name}: saw no rows, expected those of layout.actions")
+    steps = {"F": 1, "B": -1, "I": -1}
+    last = [a for row in schedule.rows(shape) for a in row if a.stage == shape.stages - 1]
+    return (max(accumulate(steps.get(action.kind, 0) for action in last)),)

@@ -25,7 +25,9 @@ from picotron_ray.config.support.fast_path import fuses_projections
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.config.validation.layout import splits_backward
 from picotron_ray.layout.layout import Layout
+from picotron_ray.layout.message_order import waiting_losses
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
+from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.planner.kept_activations import (
     STATE_BYTES,
     BlockBytes,
@@ -178,7 +180,7 @@ def rank_moments(
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
         at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
         + _largest_matrix(job, layout) * made,
-        logits=logit_bytes(job, layout, tokens, (head, made), flying) if head else HeadBytes(),
+        logits=logit_bytes(job, layout, tokens, (head, made), _losses(job, layout)) if head else HeadBytes(),
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) if together else 0.0,
@@ -188,7 +190,7 @@ def rank_moments(
 
 
 def logit_bytes(
-    job: JobConfig, layout: Layout, tokens: float, weight: tuple[float, float], flying: float
+    job: JobConfig, layout: Layout, tokens: float, weight: tuple[float, float], losses: float
 ) -> HeadBytes:
     """Bytes of logits when they are made, when the loss is, and when the head's gradient is.
 
@@ -197,6 +199,7 @@ def logit_bytes(
 
     Args:
         weight: elements of the head here, and bytes of each in its gradient.
+        losses: micro-batches that wait so (`message_order.waiting_losses`).
     """
     sizes, item, wide = sizes_of(job.model), COMPUTE_BYTES[job.precision], STATE_BYTES[job.precision]
     cut = layout.tp if sizes.sequence_cut else 1
@@ -208,13 +211,19 @@ def logit_bytes(
         narrowed = one * narrow / (wide + narrow + capped)
         return HeadBytes(one, one, inputs + _linear_head_bytes(job, layout, weight[0], one, narrowed))
     one = tokens * sizes.vocabulary / cut
-    waiting = 0.0
+    waiting = one * capped * losses
     if layout.pp > 1:
-        waiting = one * ((wide + item) * (flying if layout.virtual_stages == 1 else 1.0) - wide)
-    waiting += one * capped * (flying if layout.pp > 1 else 1.0)
+        waiting += one * ((wide + item) * losses - wide)
     made = waiting + one * (item + narrow)
     loss = waiting + one * (2 * wide + narrow if cut > 1 else 3 * wide)
     return HeadBytes(made, loss, made + inputs + math.prod(weight))
+
+
+def _losses(job: JobConfig, layout: Layout) -> float:
+    if layout.pp == 1:
+        return 1.0
+    schedule = schedule_of(layout.schedule, job.layout.actions)
+    return waiting_losses(schedule, layout.pipeline_shape(job.data.global_batch))
 
 
 def _casts_first(job: JobConfig, layout: Layout) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+GATED_PIECE_BYTES = 128 << 20
+"""Most bytes of a mixture's weighted results, in the wider type, that are made at a time."""
+
 
 class BlockProduct(NamedTuple):
     """One matrix product of a block, per token: ``into`` values become ``out``.

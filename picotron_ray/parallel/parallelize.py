@@ -245,11 +245,12 @@ def _data_parallel(model: nn.Module, mesh: Mesh, plan: StagePlan) -> Iterator[st
             yield f"{gather_in_fp8(plan.blocks, layout.shards)} weights gathered in fp8"
         dims = {p: plan.zero_dims[name] for name, p in model.named_parameters() if name in plan.zero_dims}
         parts = plan.blocks, experts, mesh.experts, whole, routers, plan.compute, dims
-        units = FsdpUnits(*parts, plan.embedding, plan.head)
+        units = FsdpUnits(*parts, plan.embedding, plan.head, plan.zero_blocks)
         apply_fsdp(model, units, mesh.sharded, layout.zero)
         choose_collectives(model, mesh.collectives(PARAMETERS), mesh.collectives(GRADIENTS), plan.reduce)
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
-        yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}"
+        grouped = f", {plan.zero_blocks} blocks at a time" if plan.zero_blocks > 1 else ""
+        yield f"FSDP2 over {layout.shards}{copies}, zero {layout.zero}{grouped}"
     elif layout.replicas > 1:
         yield f"replicated over {layout.replicas}"
 

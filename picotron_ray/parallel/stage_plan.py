@@ -23,7 +23,7 @@ class StagePlan:
 
     Fields:
         styles: the style of tensor parallelism of each module that it touches, by name or glob.
-        blocks: the repeated blocks, in order. FSDP gathers one at a time.
+        blocks: the repeated blocks, in order. FSDP gathers `zero_blocks` at a time.
         embedding, head: what stands before and after them, each of which FSDP gathers by itself.
         attention: the attention modules and their backend.
         mixtures: names of the mixtures of experts.
@@ -31,6 +31,7 @@ class StagePlan:
         positions: names of the modules that add learned positions.
         untrained: names of parameters that something else than a gradient moves. FSDP leaves them whole.
         zero_dims: the dimension along which FSDP cuts a parameter, by name, where it is not the first.
+        zero_blocks: consecutive blocks that are one unit of FSDP's.
         compiled: whether torch.compile makes the blocks' kernels.
         one_graph: whether every compiled block has to be a single graph.
         grouped: whether the products of a mixture's experts are one grouped product.
@@ -62,6 +63,7 @@ class StagePlan:
     head: Sequence[nn.Module] = ()
     untrained: frozenset[str] = frozenset()
     zero_dims: Mapping[str, int] = field(default_factory=dict)
+    zero_blocks: int = 1
     compiled: bool = False
     one_graph: bool = False
     grouped: bool = False

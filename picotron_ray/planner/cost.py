@@ -334,7 +334,8 @@ def _data(
     if layout.zero:
         often, around = weight_gathers(job, layout, micro_batches), end_units(job, layout)
         reductions = 1 if layout.zero == 1 or layout.pp > 1 else micro_batches
-        depth, ranks, over = _depth(job, layout, profile), range(layout.pp), (profile, shards_link)
+        depth, over = -(-_depth(job, layout, profile) // job.comm.zero_blocks), (profile, shards_link)
+        ranks = range(layout.pp)
         saved = max(saved_of_rank(job, layout, rank) for rank in ranks)
         kept = STATE_BYTES[job.precision] * min(kept_at_ends(job, layout, at, micro_batches) for at in ranks)
         gathered = weights * (size - kept / often.blocks) - saved

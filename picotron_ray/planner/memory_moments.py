@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.experts import rows_sent
 from picotron_ray.config.support.fast_path import fuses_projections
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.config.validation.layout import splits_backward
@@ -28,6 +29,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.message_order import waiting_losses
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.layout.schedules import schedule_of
+from picotron_ray.models.sizes import GATED_PIECE_BYTES
 from picotron_ray.planner.kept_activations import (
     STATE_BYTES,
     BlockBytes,
@@ -179,13 +181,14 @@ def rank_moments(
         flying=flying,
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
         at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
+        + _gated_bytes(job, layout, tokens)
         + _largest_matrix(job, layout) * made,
         logits=logit_bytes(job, layout, tokens, (head, made), _losses(job, layout)) if head else HeadBytes(),
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) if together else 0.0,
         copies=copies,
-        made=_block_elements(job, layout) * weight_bytes(job) if layout.zero > 1 and layout.pp == 1 else 0.0,
+        made=_made(job, layout, depth),
     )
 
 
@@ -249,6 +252,21 @@ def _linear_head_bytes(
     return total + max(logits, narrowed + product, cast)
 
 
+def _gated_bytes(job: JobConfig, layout: Layout, tokens: float) -> float:
+    """Bytes while gradients of experts' results are made, above those that their hidden layers take later.
+
+    They are rows in the type of the results, and two wide pieces (`models.layers.expert_rows`); whole on each
+    rank of tensor parallelism.
+    """
+    moe, item = job.model.moe, COMPUTE_BYTES[job.precision]
+    if not moe.experts:
+        return 0.0
+    rows = tokens * moe.top_k * rows_sent(job, layout.ep, layout.cp)
+    pieces = 2 * min(rows * job.model.hidden_size * STATE_BYTES[job.precision], GATED_PIECE_BYTES)
+    later = tokens * moe.top_k * moe.intermediate_size / layout.tp * item
+    return max(0.0, rows * job.model.hidden_size * item + pieces - later)
+
+
 def _largest_matrix(job: JobConfig, layout: Layout) -> float:
     """Elements of the largest gradient of one weight; of stacked experts all of one matrix, twice."""
     sizes = sizes_of(job.model)
@@ -277,6 +295,13 @@ def _alone(job: JobConfig, layout: Layout) -> int:
     return sizes_of(job.model).experts // layout.ep if layout.expert_shards == 1 else 0
 
 
+def _made(job: JobConfig, layout: Layout, depth: int) -> float:
+    """Bytes of gradients that a unit of blocks has before ZeRO reduces them, once a micro-batch."""
+    if layout.zero < 2 or layout.pp > 1:
+        return 0.0
+    return _block_elements(job, layout) * min(job.comm.zero_blocks, max(1, depth)) * weight_bytes(job)
+
+
 def _block_elements(job: JobConfig, layout: Layout) -> float:
     """Parameters of a block that are gathered, on one rank."""
     sizes = sizes_of(job.model)
@@ -298,9 +323,9 @@ def _gathered(
     - ZeRO-1 keeps whole weights and gradients through all micro-batches, a pipeline too.
     - ZeRO-2 and 3 reduce a unit's gradients after its backward pass, from a copy of them in the type that
       they are added up in, which they hold until the next unit's are reduced.
-    - ZeRO-3 holds the block at work and the one fetched ahead, and the head from its use on. While the head
-      computes there is the buffer besides in which it came. The embedding is there in its own forward pass
-      alone.
+    - ZeRO-3 holds the block at work and the one fetched ahead (``comm.zero_blocks`` of them each), and the
+      head from its use on. While the head computes there is the buffer besides in which it came. The
+      embedding is there in its own forward pass alone.
     - Embedding and head that are one unit (`sent_bytes.in_root`) stay from their use to the end of the
       backward pass, and are reduced there.
     - Experts that no two ranks share are not gathered.
@@ -315,14 +340,16 @@ def _gathered(
         return GatheredBytes(*(copies,) * len(GatheredBytes._fields))
     sizes, wide, item = sizes_of(job.model), STATE_BYTES[job.precision], weight_bytes(job)
     head, embed = tables
-    alone, elements = _alone(job, layout), _block_elements(job, layout)
+    together = min(job.comm.zero_blocks, max(1, depth))
+    alone, elements = _alone(job, layout), _block_elements(job, layout) * together
     block, reduced = item * elements, wide * elements
-    narrow = block - saved_of_block(job, layout)
+    narrow = block - saved_of_block(job, layout) * together
     root = made = 0.0
     if in_root(job, layout):
         root, made, head, embed = (head if sizes.tied else head + embed), item * head, 0.0, 0.0
     always, last = item * root, item * head
-    freeing = _freeing(always, last, narrow)
+    units = -(-depth // together)
+    freeing = _freeing(always, last, narrow, min(2, units) * narrow)
     whole = (parameters - alone * depth / layout.tp) * item - depth * saved_of_block(job, layout)
     all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
@@ -332,20 +359,21 @@ def _gathered(
     gradients = GatheredBytes(
         scattered=(item + wide) * head,
         backward=made + block + wide * head,
-        reduced=made + block + reduced,
+        reduced=made + block + (reduced if units > 1 else 0.0),
         embedding=made + max(reduced, wide * embed, wide * root - (always if layout.zero == 3 else 0.0)),
     )
     return GatheredBytes(*(one + other + copies for one, other in zip(weights, gradients, strict=True)))
 
 
-def _freeing(root: float, head: float, block: float) -> GatheredBytes:
-    """Bytes of weights that ZeRO-3 holds at a time: of the root's unit, of the head's, and of a block."""
+def _freeing(root: float, head: float, block: float, two: float) -> GatheredBytes:
+    """Bytes of weights that ZeRO-3 holds at a time: of the root's unit, of the head's, of one of blocks and
+    two that follow each other."""
     found = GatheredBytes(
         forward=max(2 * head, block),
         loss=head,
         head=head + block,
         scattered=block,
-        backward=2 * block,
-        reduced=2 * block,
+        backward=two,
+        reduced=two,
     )
     return GatheredBytes(*(root + one for one in found))

@@ -144,6 +144,7 @@ def _stage_plan(
         head=ends.head,
         untrained=frozenset(spec.name for spec in definition.table if not spec.sharded),
         zero_dims={spec.name: dim for spec in definition.table if (dim := zero_dim(spec, layout))},
+        zero_blocks=job.comm.zero_blocks,
         compiled=job.kernels.compile is True,
         one_graph=compiles_whole(job, device.type, layout),
         grouped=groups_experts(job, device.type, layout.tp),

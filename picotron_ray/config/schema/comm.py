@@ -81,6 +81,13 @@ class CommConfig(Section):
     bucket_mib: float = Field(
         default=25.0, gt=0, le=25, description="gradients that are summed together, MiB at most"
     )
+    zero_blocks: int = Field(
+        default=1,
+        ge=1,
+        description="consecutive blocks of a stage whose weights ZeRO gathers, and whose gradients it sums,"
+        " together: fewer and larger messages for small blocks over many ranks, and as many blocks' weights"
+        " at once",
+    )
     chunk_mib: float = Field(default=4.0, ge=1, le=64, description="largest message of an own algorithm, MiB")
     overlap_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         default="auto",

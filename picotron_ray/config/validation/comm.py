@@ -164,6 +164,9 @@ def comm_layout_problems(comm: CommConfig, layout: Layout) -> Iterator[tuple[str
                 f"saw {comm.parameters} with {has}, under which no weights are gathered; use auto or zero=1"
             )
             yield "comm.parameters", against, text
+        if comm.zero_blocks > 1 and layout.replicas > 1:
+            text = f"saw {comm.zero_blocks} with {has}, under which no weights are gathered; use 1 or zero=1"
+            yield "comm.zero_blocks", against, text
         return
     if comm.gradients in COMPRESSED:
         text = f"saw {comm.gradients} with {has}, under which no rank has the gradients to keep an error of"

@@ -23,12 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from picotron_ray.models.sizes import GATED_PIECE_BYTES
+
 SMALL = torch.iinfo(torch.int16).max
 """Most experts whose numbers are sorted as 16 bits: half the passes of a radix sort over 32."""
-
-
-PIECE_BYTES = 128 << 20
-"""Most bytes of weighted rows that are made at a time."""
 
 
 class Routes(NamedTuple):
@@ -110,8 +108,8 @@ class _Taken(torch.autograd.Function):
 
 
 def _pieces(count: int, row_bytes: int) -> Iterator[slice]:
-    """Cut so many rows into pieces of at most `PIECE_BYTES`."""
-    each = max(1, PIECE_BYTES // max(1, row_bytes))
+    """Cut so many rows into pieces of at most `GATED_PIECE_BYTES`."""
+    each = max(1, GATED_PIECE_BYTES // max(1, row_bytes))
     return (slice(start, min(count, start + each)) for start in range(0, count, each))
 
 

@@ -41,7 +41,7 @@ class FsdpUnits:
     """FSDP units: the modules that are gathered together, and the parameters that stay whole.
 
     Fields:
-        blocks: modules that are gathered one at a time, in the order of their use.
+        blocks: modules that are gathered ``together`` at a time, in the order of their use.
         experts: modules inside them whose parameters are shared by the ranks of ``expert_mesh`` only.
         expert_mesh: None where no two ranks hold the same experts.
         whole: parameters that are not sharded.
@@ -50,6 +50,7 @@ class FsdpUnits:
         dims: the dimension along which a parameter is cut, where it is not the first (`zero_dim`).
         embedding: modules before the blocks, one unit, whose backward pass reads no weights.
         head: modules after the blocks, one unit. What is in neither is the root's.
+        together: consecutive blocks that are one unit.
     """
 
     blocks: Sequence[nn.Module]
@@ -61,6 +62,7 @@ class FsdpUnits:
     dims: Mapping[nn.Parameter, int] = field(default_factory=dict)
     embedding: Sequence[nn.Module] = ()
     head: Sequence[nn.Module] = ()
+    together: int = 1
 
     def placement(self, parameter: nn.Parameter) -> Shard | None:
         """FSDP's ``shard_placement_fn``."""
@@ -75,7 +77,7 @@ class FsdpUnits:
 
 
 def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) -> None:
-    """Shard ``model`` in place: each block is a unit, so are embedding and head, and the rest is one.
+    """Shard ``model`` in place: blocks are units, so are embedding and head, and the rest is one.
 
     Args:
         mesh: the ranks over which the model is cut; with a dimension of copies before them, HSDP.
@@ -101,7 +103,8 @@ def apply_fsdp(model: nn.Module, units: FsdpUnits, mesh: DeviceMesh, zero: int) 
         "mp_policy": policy,
         "ignored_params": whole,
     }
-    parts = [([block], reshard) for block in units.blocks]
+    each = units.together
+    parts = [(list(units.blocks[at : at + each]), reshard) for at in range(0, len(units.blocks), each)]
     parts += [(list(units.embedding), reshard), (list(units.head), False), ([model], False)]
     for modules, freed in parts:
         for module in modules:

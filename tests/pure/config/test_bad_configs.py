@@ -24,6 +24,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "comm.reduce_dtype",
         "whose replicas have comm.gradients=bf16, which keeps what rounding leaves; use that, or zero=1",
     ),
+    "blocks together of replicas": (
+        "comm: {zero_blocks: 4}\nlayout: {zero: 0}",
+        "comm.zero_blocks",
+        "saw 4 with layout.zero=0, under which no weights are gathered; use 1 or zero=1",
+    ),
     # keys
     "unknown section": ("modle: {layers: 2}", "modle", "did you mean model?"),
     "key in an unknown section": (

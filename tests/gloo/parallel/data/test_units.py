@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from picotron_ray.config.schema.comm import CommConfig
 from picotron_ray.config.schema.compute import KernelsConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.build import definition_of
 from picotron_ray.train.dry_run.run import dry_run
-from tests.support.gloo.parallel_jobs.matrix_jobs import MODEL, make_job, run_layout
+from tests.support.gloo.parallel_jobs.matrix_jobs import MIXTURE, MODEL, make_job, run_layout
 from tests.support.gloo.parity import compare, thinned
 from tests.support.gloo.pool import Pool
 
@@ -83,6 +84,46 @@ def test_the_ends_of_a_pipeline_are_units_of_their_own(model: ModelConfig) -> No
     assert (first.count("+embedding"), last.count("+head")) == (MICRO_BATCHES, 1)
     assert not {"+head", "-head"} & set(first)
     assert not {"+embedding", "-embedding"} & set(last)
+
+
+def test_blocks_may_be_gathered_and_reduced_together() -> None:
+    """Three, and the one that is left: as elements of a rank's shard they are told apart."""
+    layout = Layout(dp=2, zero=3, micro_batch=3)
+    job = make_job("sgd", BATCH, MODEL, comm=CommConfig(zero_blocks=3))
+    one = next(size for size, name in names_of(MODEL, 2, 1).items() if name == "block")
+    gathered, reduced = [], []
+    for call in dry_run(job, layout).calls:
+        sizes = json.loads(call.sizes)
+        if call.kind.startswith("_allgather") and sizes[0][0] % one == 0:
+            gathered.append(sizes[0][0] // one)
+        elif call.kind.startswith("_reduce_scatter") and sizes[0][0] % (2 * one) == 0:
+            reduced.append(sizes[0][0] // (2 * one))
+    assert gathered == [3, 1, 1, 3] * MICRO_BATCHES
+    assert reduced == [1, 3] * MICRO_BATCHES
+
+
+GROUPED = [
+    (Layout(dp=2, zero=3, micro_batch=2, recompute="full"), MODEL, 3),
+    (Layout(dp=2, zero=1, micro_batch=2), MODEL, 2),
+    (Layout(dp=2, zero=2, micro_batch=2, recompute="selective"), TIED, 4),
+    (Layout(dp=2, zero=3, micro_batch=2, offload_activations=True), MODEL, 2),
+    (Layout(dp=2, pp=2, zero=3, micro_batch=2), MODEL, 2),
+    (Layout(dp=4, ep=2, zero=3, micro_batch=1), MIXTURE, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "together"), thinned(GROUPED, (0,), lambda layout, _, count: f"{layout}-{count}")
+)
+def test_blocks_together_are_equal_to_one_process(
+    pool: Pool, layout: Layout, model: ModelConfig, together: int
+) -> None:
+    comm = CommConfig(zero_blocks=together)
+    jobs = [make_job(optimizer, BATCH, model, comm=comm) for optimizer in ("sgd", "adamw")]
+    per_rank = pool.run(layout.world_size, run_layout, jobs, layout)
+    for job, ranks in zip(jobs, zip(*per_rank, strict=True), strict=True):
+        assert compare(job, layout, list(ranks)) == []
+        assert f"{together} blocks at a time" in " ".join(ranks[0].applied)
 
 
 def test_the_linear_loss_gathers_the_head_that_it_reads() -> None:

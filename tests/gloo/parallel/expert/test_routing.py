@@ -143,7 +143,7 @@ def test_assignments_lie_by_expert_in_their_order() -> None:
 
 def test_weighted_rows_are_made_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows in bf16 the weighted ones are in fp32: as a whole they would be the largest tensor."""
-    monkeypatch.setattr(expert_rows, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(expert_rows, "GATED_PIECE_BYTES", 1 << 10)
     routes = sort_routes(
         torch.arange(8).repeat(32, 1)[None, :, :4], torch.ones(1, 32, 4, dtype=torch.bool), 8
     )
@@ -156,10 +156,10 @@ def test_weighted_rows_are_made_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert storage.peak < out.nbytes + 2 * rows.nbytes + wide // 4, "the rows, their gradient, and pieces"
 
 
-@pytest.mark.parametrize("piece_bytes", [expert_rows.PIECE_BYTES, 1, 100])
+@pytest.mark.parametrize("piece_bytes", [expert_rows.GATED_PIECE_BYTES, 1, 100])
 def test_rows_that_carry_nothing_meet_nothing(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies in them, sums, gates and gradients are those of what is sent, in pieces of any size."""
-    monkeypatch.setattr(expert_rows, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(expert_rows, "GATED_PIECE_BYTES", piece_bytes)
     experts, gates = torch.tensor([[[2, 0], [1, 2], [0, 2]]]), torch.rand(6, dtype=torch.float64)
     kept = torch.tensor([[[True, False], [True, True], [True, True]]])
     routes = sort_routes(experts, kept, 3)

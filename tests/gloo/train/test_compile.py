@@ -31,6 +31,7 @@ def patience(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "reply_s", 280.0)
 
 
+@pytest.mark.deep
 def test_a_compiled_block_equals_the_plain_one(pool: Pool) -> None:
     job, layout = make_job("adamw", 12, SHALLOW, kernels=COMPILED), Layout(micro_batch=12)
     ((result,),) = pool.run(1, run_layout, [job], layout)  # warnings of the compiler are no errors there

@@ -32,7 +32,7 @@ def mine(state: Path) -> list[str]:
     ("number", "after_s", "codes"),
     [
         pytest.param(signal.SIGTERM, 0.3, (0, 130), marks=pytest.mark.deep),
-        (signal.SIGHUP, 1.5, (0, 130)),
+        pytest.param(signal.SIGHUP, 1.5, (0, 130), marks=pytest.mark.deep),
         (signal.SIGKILL, 2.0, (-signal.SIGKILL,)),
         # Inside `ray.init` Ray's own handler stands, which aborts: nothing may be left then either.
         pytest.param(signal.SIGTERM, 4.0, (0, 130, -signal.SIGABRT), marks=pytest.mark.deep),

@@ -65,6 +65,7 @@ def shells(tmp_path: Path) -> Iterator[tuple[Shell, Shell]]:
         subprocess.run(with_it, capture_output=True, timeout=100, env=shell.environment)
 
 
+@pytest.mark.deep
 def test_a_run_is_ended_by_nobody_who_does_not_say_so(shells: tuple[Shell, Shell]) -> None:
     here, there = shells
     run = here.start("steps=100000")

@@ -156,7 +156,7 @@ def test_a_second_pass_counts_no_tokens_and_copies_no_generators_state(
     assert all(block.router.counting for block in blocks)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [*also_deep(2), 3])
 def test_selective_takes_units_inside_blocks(zero: int) -> None:
     """Routers in fp32 are units of their own, which the second pass takes for roots."""
     config = job("mixture", "bf16")

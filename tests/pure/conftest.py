@@ -12,10 +12,15 @@ from tests.support.checkpoint.checkpoint_kit import memory_folder
 memory_path = pytest.fixture(memory_folder)
 
 
-@pytest.fixture(autouse=True)
-def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test plans by what runs of this machine, those of other tests among them, have measured."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+@pytest.fixture(autouse=True, scope="module")
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test plans by what runs of this machine, those of other tests among them, have measured.
+
+    A patch of its own: a test's patches end before its folders do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,6 +38,7 @@ from picotron_ray.planner.device_profile import CPU, DeviceProfile
 from picotron_ray.planner.kept_activations import STATE_BYTES, weight_bytes
 from picotron_ray.planner.model_sizes import (
     blocks_again,
+    padded_elements,
     rank_depths,
     remember_latest,
     sizes_of,
@@ -303,11 +304,7 @@ def _hops(pp: int, virtual_stages: int, schedule: str, placement: tuple[tuple[in
 
 
 def _data(
-    job: JobConfig,
-    layout: Layout,
-    profile: DeviceProfile,
-    node_sizes: tuple[int, ...],
-    micro_batches: int,
+    job: JobConfig, layout: Layout, profile: DeviceProfile, node_sizes: tuple[int, ...], micro_batches: int
 ) -> float:
     """Seconds of data-parallel traffic per step, hidden or not.
 
@@ -323,7 +320,8 @@ def _data(
         ends = 2 * pass_s(tied, 2, 1, profile, link(profile, len(node_sizes) > 1)) if tied else 0.0
     if layout.replicas == 1:
         return ends
-    size = STATE_BYTES[job.precision] * _most_parameters(job, layout)
+    padded = _depth(job, layout, profile) * padded_elements(job, layout)
+    size = STATE_BYTES[job.precision] * (_most_parameters(job, layout) + padded)
     copies = layout.replicas // layout.shards
     shards_link = group_link(profile, node_sizes, layout.shards, layout.tp)
     copies_link = group_link(profile, node_sizes, copies, layout.shards * layout.tp)

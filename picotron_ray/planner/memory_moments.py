@@ -42,7 +42,7 @@ from picotron_ray.planner.kept_activations import (
     stream_bytes,
     weight_bytes,
 )
-from picotron_ray.planner.model_sizes import sizes_of
+from picotron_ray.planner.model_sizes import padded_elements, sizes_of
 from picotron_ray.planner.narrow_gathers import saved_of_block
 from picotron_ray.planner.sent_bytes import in_root
 
@@ -303,9 +303,10 @@ def _made(job: JobConfig, layout: Layout, depth: int) -> float:
 
 
 def _block_elements(job: JobConfig, layout: Layout) -> float:
-    """Parameters of a block that are gathered, on one rank."""
+    """Parameters of a block that are gathered, on one rank, with what ZeRO pads."""
     sizes = sizes_of(job.model)
-    held = sizes.block - sizes.experts + sizes.experts // layout.ep - _alone(job, layout)
+    experts = sizes.experts // layout.ep - _alone(job, layout)
+    held = sizes.block - sizes.experts + experts + padded_elements(job, layout) * layout.tp
     return sizes.whole_block + (held - sizes.whole_block) / layout.tp
 
 
@@ -320,7 +321,8 @@ def _gathered(
 ) -> GatheredBytes:
     """Bytes of weights that compute, beside their masters, and of gradients that ZeRO has whole.
 
-    - ZeRO-1 keeps whole weights and gradients through all micro-batches, a pipeline too.
+    - ZeRO-1 keeps whole weights and gradients through all micro-batches; so does a pipeline, whose weights
+      stay from the first backward pass on.
     - ZeRO-2 and 3 reduce a unit's gradients after its backward pass, from a copy of them in the type that
       they are added up in, which they hold until the next unit's are reduced.
     - ZeRO-3 holds the block at work and the one fetched ahead (``comm.zero_blocks`` of them each), and the
@@ -350,10 +352,12 @@ def _gathered(
     always, last = item * root, item * head
     units = -(-depth // together)
     freeing = _freeing(always, last, narrow, min(2, units) * narrow)
-    whole = (parameters - alone * depth / layout.tp) * item - depth * saved_of_block(job, layout)
+    whole = parameters + depth * (padded_elements(job, layout) - alone / layout.tp)
+    whole = whole * item - depth * saved_of_block(job, layout)
     all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
-        weights = freeing if layout.zero == 3 and layout.virtual_stages > 1 else all_kept
+        by_stage = layout.zero == 3 and layout.schedule == "looped-bfs"  # is done with one before the next
+        weights = freeing if by_stage else all_kept
         return GatheredBytes(*(one + others + copies for one in weights))
     weights = freeing if layout.zero == 3 else all_kept
     gradients = GatheredBytes(

@@ -198,6 +198,15 @@ def expert_padding(moe: MoeConfig, hidden: int, tp: int, ep: int, shards: int) -
     return -(-here // shards) * shards / here
 
 
+def padded_elements(job: JobConfig, layout: Layout) -> float:
+    """Elements that ZeRO adds to one rank's experts of a block, whole, to cut them evenly."""
+    if not layout.zero or layout.expert_shards == 1:
+        return 0.0
+    sizes = sizes_of(job.model)
+    padding = expert_padding(job.model.moe, sizes.hidden, layout.tp, layout.ep, layout.expert_shards)
+    return (padding - 1.0) * (sizes.experts // layout.ep) / layout.tp
+
+
 class Trained(NamedTuple):
     """Trained parameters of a pipeline stage, as shares of its parameters without adapters.
 

@@ -6,8 +6,12 @@ import pytest
 
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
+from picotron_ray.planner import cost
+from picotron_ray.planner.cost import step_cost
 from picotron_ray.planner.memory import memory_estimate, rank_needs, rank_state
 from picotron_ray.planner.memory_moments import RankMoments, rank_moments
+from picotron_ray.planner.model_sizes import sizes_of
+from tests.support.runs.by_hand import MIXTURE, UNIT
 from tests.support.runs.by_hand import job_by_hand as job
 
 PLAIN = RecomputedBlocks(0, 0, 4)
@@ -95,3 +99,19 @@ def test_one_more_recomputed_block_never_needs_more(layout: Layout, precision: s
         numbers = range(1, depth + 1)
         found = [needs(RecomputedBlocks(n * (kind == 0), n * (kind == 1), depth)) for n in numbers]
         assert found == sorted(found, reverse=True)
+
+
+def test_what_zero_pads_of_experts_is_gathered_and_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven ranks divide neither 4 experts nor what is in them: each has one, a gather as much as 7 have."""
+    config, layouts = job(MIXTURE), [Layout(dp=dp, zero=3, micro_batch=1) for dp in (4, 7)]
+    experts = sizes_of(config.model).experts
+    found = []
+    for layout in layouts:
+        state = rank_state(config, layout, 0)
+        found.append(rank_moments(config, layout, 0, state.depth, state.parameters, state.mine))
+    even, odd = (one.gathered.backward for one in found)
+    assert odd - even == 3 * 4 * 0.75 * experts  # two blocks' weights, and gradients of one
+    costs = [step_cost(config, layouts[1], UNIT).data_s]
+    monkeypatch.setattr(cost, "padded_elements", lambda job, layout: 0.0)
+    costs.append(step_cost(config, layouts[1], UNIT).data_s)
+    assert costs[0] > 1.1 * costs[1]

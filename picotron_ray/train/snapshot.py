@@ -51,6 +51,10 @@ def _unheard() -> None:
     """Take no note of growth."""
 
 
+def _checked() -> None:
+    """Look at nothing a second time."""
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotWriter:
     """Place of a writing rank in its generation, and among its node's replicas."""
@@ -350,13 +354,20 @@ class Snapshotter:
         shards = tuple(tensor.shard for tensor in tensors)
         with self._copies.reading():
             nonfinite = look_for_nonfinite(tensors)  # before the copies: read when they are done
-            content = self._copies.buffers(tensors, moving=slot.holds(header, shards))
             check = partial(self._check, header, nonfinite)
+            if self._copies.looks_first(self._holds_needed(slot, header)):
+                check()  # what the slot holds is not void yet
+                check = _checked
+            content = self._copies.buffers(tensors, moving=slot.holds(header, shards))
             slot.write(header, shards, content, pinned=pinned, check=check, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step
         self._on_sealed(header.step, pinned, seconds)
+
+    def _holds_needed(self, slot: SlotFile, header: SlotHeader) -> bool:
+        """Whether a slot holds a state that is known to be sound, or this rank's share of the same one."""
+        return slot.key is not None and slot.key in (self._kept, header.key)
 
     def _check(self, header: SlotHeader, nonfinite: Callable[[], str | None]) -> None:
         """Refuse a state that is not finite: each rank vouches for what it writes."""

@@ -91,6 +91,13 @@ class StateCopies(Protocol):
     def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
         """Return what `SlotFile.write` takes, one for each tensor."""
 
+    def looks_first(self, needed: bool) -> bool:
+        """Whether to look for values that are not finite before the slot is written; then the host may.
+
+        Args:
+            needed: the slot holds a state that is to stay unless another one takes its place.
+        """
+
     def follow(self, pending: Future[None]) -> None:
         """Return once the state may be written by what the training thread does or queues from now on.
 
@@ -115,6 +122,9 @@ class HostCopies:
 
     def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
         return buffers(state, moving=moving)
+
+    def looks_first(self, needed: bool) -> bool:
+        return True  # at the same cost
 
     def follow(self, pending: Future[None]) -> None:
         pending.result()
@@ -176,6 +186,12 @@ class DeviceCopies:
         Where the host reads some by itself (offloaded or encoded moments), `follow` waits for the whole.
         """
         return partial(self._arriving, state, moving)
+
+    def looks_first(self, needed: bool) -> bool:
+        if needed:
+            assert self._ready is not None
+            self._ready.synchronize()  # the device may still be writing what the host looks at
+        return needed
 
     def _arriving(
         self, state: Sequence[StateTensor], moving: bool, places: Sequence[Place] | None
@@ -255,7 +271,7 @@ class DeviceCopies:
     def follow(self, pending: Future[None]) -> None:
         began = time.monotonic()
         self._queued.wait()
-        if self._read is None:  # it has failed, or the host reads
+        if self._read is None or pending.done():  # it has failed, or the host reads; or it is known already
             pending.result()
         self._host_wait_s = time.monotonic() - began
         if self._read is not None:

@@ -16,7 +16,7 @@ import torch
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
 from picotron_ray.checkpoint.torch_state import StateTensor
-from picotron_ray.errors import SlotRoomError
+from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout import snapshot_shares
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
@@ -37,6 +37,7 @@ class Slot:
         self.written: list[tuple[SlotHeader, tuple[Shard, ...], bool, object]] = []
         self.error: Exception | None = None
         self.known = False
+        self.key = None
 
     def holds(self, header: SlotHeader, shards: Sequence[Shard]) -> bool:
         return self.known
@@ -322,6 +323,27 @@ def test_a_flush_takes_the_slot_of_its_own_share_where_a_dying_rank_left_no_othe
     sealed = {header.step: header for _, header in list_slots(tmp_path)}
     assert sealed.keys() == {1, 2, 3}
     assert sealed[3].fragments != sealed[2].fragments, "the dead one's share is in it"
+    taken.close()
+    pool.close(unlink=True)
+
+
+def test_a_state_that_is_not_finite_voids_no_slot(tmp_path: Path) -> None:
+    writer = SnapshotWriter.of((3, 7), 0, Layout(), ["n1"], 16)
+    pool, state = SlotPool(tmp_path, "w", 2, 1 << 20), [tensor("a", 4)]
+    taken = Snapshotter(pool, writer, state, FIRST_KEY, lambda *_: None)
+    for step in (1, 2):
+        assert taken.begin(step, [], pinned=False)
+        taken.wait_copied()
+        taken.observe(step)
+    taken.keep(1)
+    assert isinstance(state[0].tensor, torch.Tensor)
+    state[0].tensor[1] = float("nan")
+    assert taken.begin(3, [], pinned=False)
+    with pytest.raises(NumericsError):
+        taken.wait_copied()
+    with pytest.raises(NumericsError):
+        taken.flush(3, [], pinned=True)
+    assert {header.step for _, header in list_slots(tmp_path)} == {1, 2}
     taken.close()
     pool.close(unlink=True)
 

@@ -357,6 +357,35 @@ def test_a_state_that_is_not_finite_is_told_and_reaches_no_slot(taker: Taker) ->
     assert list_slots(taker.folder) == []
 
 
+def test_a_slot_that_is_kept_is_not_voided_by_a_state_that_is_not_finite(taker: Taker) -> None:
+    """Where its slot would be taken; another one is written before its values are known."""
+    for step in (1, 2, 3):
+        taker.fill(float(step))
+        assert taker.taken.begin(step, [], pinned=False)
+        taker.taken.wait_sealed()
+        taker.taken.observe(step)
+    taker.taken.keep(1)
+    (other,) = [slot for slot in taker.pool.slots if slot.key == (3, 7, 2)]
+    taker.pool.slots.remove(other)
+    other.close()
+    taker.fill(float("nan"))
+    assert taker.taken.begin(4, [], pinned=False)
+    with pytest.raises(NumericsError, match="NaN or infinity"):
+        taker.taken.wait_copied()
+    assert {header.step for _, header in list_slots(taker.folder)} == {1, 2, 3}
+    assert {slot.key for slot in taker.pool.slots} == {(3, 7, 1), (3, 7, 3)}
+
+
+def test_an_optimizer_does_not_write_behind_a_state_that_is_known_to_be_bad(locked: Taker) -> None:
+    locked.fill(float("nan"))
+    assert locked.taken.begin(1, [], pinned=False)
+    assert locked.taken._pending is not None
+    assert isinstance(locked.taken._pending.exception(10), NumericsError)
+    with pytest.raises(NumericsError, match="NaN or infinity"):
+        locked.taken.wait_copied()
+    locked.taken.wait_copied()
+
+
 def test_an_error_after_the_last_copy_is_told_by_a_later_wait(taker: Taker) -> None:
     write = taker.taken._write
 

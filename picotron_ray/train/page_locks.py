@@ -2,8 +2,8 @@
 
 A copy into pageable memory goes through a buffer of the driver's, and whoever queues it waits. Into pages
 that are registered (``cudaHostRegister``) it goes by itself, at the speed of the bus, and nobody waits.
-Registering takes long (it locks each page in memory), so that it is done once a slot, by the thread of
-snapshots, before the slot is first written. What holds of it:
+Registering takes long (it locks each page in memory), so that it is done once a slot, before it is first
+written (`slot_room`). What holds of it:
 
 - The pages are those of a shared mapping of a file on a memory file system, allocated and touched before:
   none of them can be missing (a hole in a full file system would kill the process by SIGBUS), readers in
@@ -48,7 +48,7 @@ class CudaPageLocks:
         self._device = device
 
     def lock(self, address: int, length: int) -> bool:
-        """Lock memory in place, both multiples of a page; False where it is refused or fails, which is said."""
+        """Lock memory in place, both multiples of a page; False where it is refused, which is said."""
         try:
             why = self._registered(address, length)
         except FAILURES as error:

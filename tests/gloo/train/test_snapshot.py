@@ -21,7 +21,8 @@ from picotron_ray.layout import snapshot_shares
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.train import snapshot
-from picotron_ray.train.snapshot import GROWTH_POLL_S, Snapshotter, SnapshotWriter
+from picotron_ray.train.slot_room import POLL_S
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
 
 LAYOUT = Layout(dp=4, pp=2)
 FIRST_KEY = (3, 7, -1)
@@ -37,7 +38,7 @@ class Slot:
         self.written: list[tuple[SlotHeader, tuple[Shard, ...], bool, object]] = []
         self.error: Exception | None = None
         self.known = False
-        self.key = None
+        self.key, self.locked = None, False
 
     def holds(self, header: SlotHeader, shards: Sequence[Shard]) -> bool:
         return self.known
@@ -355,14 +356,14 @@ def test_slots_grow_beside_the_steps() -> None:
     began = time.monotonic()
     assert not taken.begin(1, [], pinned=False)
     assert time.monotonic() - began < 1
-    assert (taken.skipped, slots.grown, slots.asked) == (1, [taken._capacity], [])
+    assert (taken.skipped, slots.grown, slots.asked) == (1, [taken._room._capacity], [])
     threading.Timer(0.05, slots.may_grow.set).start()
     assert taken.begin(2, [], pinned=True)
     taken.wait_copied()
     assert [header.step for header, *_ in found.written] == [2]
     assert taken.begin(3, [], pinned=False)
     taken.close()
-    assert slots.grown == [taken._capacity], "once"
+    assert slots.grown == [taken._room._capacity], "once"
 
 
 def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -> None:
@@ -374,7 +375,7 @@ def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -
         assert found.slots.may_grow.wait(10)
         for _ in range(4):
             stopped()
-            time.sleep(2 * GROWTH_POLL_S)
+            time.sleep(2 * POLL_S)
 
     @contextmanager
     def growth() -> Iterator[Callable[[], None]]:
@@ -384,8 +385,8 @@ def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -
         told.append("before")
 
     found.slots.grow = grow  # type: ignore[method-assign]
-    found.taken._growth = growth
-    found.taken._prepare_slots()  # as a new generation does
+    found.taken._room._growth = growth
+    found.taken._room.grow()  # as a new generation does
     assert not found.taken.begin(1, [], pinned=False)
     assert told == [], "nothing waits"
     assert found.taken.begin(2, [], pinned=True)
@@ -405,7 +406,7 @@ def test_who_is_called_away_grows_no_further() -> None:
         stopped.append(asked())
 
     found.slots.grow = grow  # type: ignore[method-assign]
-    found.taken._prepare_slots()  # the first one, as a new generation does
+    found.taken._room.grow()  # the first one, as a new generation does
     found.slots.may_grow.set()
     found.taken.stop_waiting()
     found.taken.flush(3, [], pinned=False)

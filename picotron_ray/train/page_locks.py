@@ -2,8 +2,8 @@
 
 A copy into pageable memory goes through a buffer of the driver's, and whoever queues it waits. Into pages
 that are registered (``cudaHostRegister``) it goes by itself, at the speed of the bus, and nobody waits.
-Registering takes long (it locks each page in memory), so that it is done once a slot, by the thread of
-snapshots, before the slot is first written. What holds of it:
+Registering takes long (it locks each page in memory), so that it is done once a slot, before it is first
+written (`slot_room`). What holds of it:
 
 - The pages are those of a shared mapping of a file on a memory file system, allocated and touched before:
   none of them can be missing (a hole in a full file system would kill the process by SIGBUS), readers in
@@ -11,8 +11,8 @@ snapshots, before the slot is first written. What holds of it:
   disk are not registered: kernels do not look after pages that a device writes behind a disk's file system.
 - They are locked until they are given back: before they are unmapped, when a slot grows or goes. A process
   that ends gives back its own; its slots lie there as before, and another process may read or remove them.
-- One refusal (a limit of locked memory, of the driver, of the machine) is the last one that is asked for: it
-  is said once, and slots that have none are written through the ring of `state_copies`.
+- One refusal (a limit of locked memory, of the driver, of the machine, an error of torch's) is the last one
+  that is asked for: it is said once, and slots that have none are written through the ring of `state_copies`.
 
 torch hands on CUDA's functions for it as ``torch.cuda.cudart()``, and does not document them:
 ``tests/gloo/comm/test_torch_interfaces.py`` and ``tests/gpu/test_snapshots.py`` look at them.
@@ -31,8 +31,14 @@ import torch
 PORTABLE = 1
 """Flag of ``cudaHostRegister``: page-locked for every context, as all memory that torch pins."""
 IN_MEMORY = ("tmpfs", "ramfs")
+FAILURES = (RuntimeError, AssertionError, AttributeError, TypeError, ValueError)
+"""What torch raises for CUDA's errors, without CUDA, and where its functions are others."""
 
 log = logging.getLogger(__name__)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class CudaPageLocks:
@@ -42,28 +48,47 @@ class CudaPageLocks:
         self._device = device
 
     def lock(self, address: int, length: int) -> bool:
-        """Lock memory in place, both multiples of a page; False where CUDA refuses, which is said."""
-        with torch.cuda.device(self._device):  # a new thread's is the first one
-            error = int(self._runtime().cudaHostRegister(address, length, PORTABLE))
-            if not error:
-                return True
-            self._forget_error()
-        log.warning(
-            "CUDA registers no memory for snapshots (%s, %d MiB): copies go through a ring of page-locked"
-            " memory, and steps wait longer for them; lower the number of workers of this node or"
-            " snapshot.slots, or raise its limit of locked memory",
-            torch.cuda.CudaError(error),
-            length >> 20,
-        )
-        return False
+        """Lock memory in place, both multiples of a page; False where it is refused, which is said."""
+        try:
+            why = self._registered(address, length)
+        except FAILURES as error:
+            why = _words(error)
+            with contextlib.suppress(*FAILURES):  # it may be registered, and what it returned is not known
+                self._given_back(address)
+        if why:
+            log.warning(
+                "CUDA registers no memory for snapshots (%s, %d MiB): copies go through a ring of page-locked"
+                " memory, and steps wait longer for them; lower the number of workers of this node or"
+                " snapshot.slots, or raise its limit of locked memory",
+                why,
+                length >> 20,
+            )
+        return not why
 
     def unlock(self, address: int) -> None:
         """Give back what was locked at an address; nothing copies into it any more."""
+        try:
+            why = self._given_back(address)
+        except FAILURES as error:
+            why = _words(error)
+        if why:
+            log.warning("CUDA does not give back a slot's memory: %s", why)
+
+    def _registered(self, address: int, length: int) -> str:
+        """Return why it was refused, "" where it was not."""
+        with torch.cuda.device(self._device):  # a new thread's is the first one
+            return self._answer(self._runtime().cudaHostRegister(address, length, PORTABLE))
+
+    def _given_back(self, address: int) -> str:
         with torch.cuda.device(self._device):
-            error = int(self._runtime().cudaHostUnregister(address))
-            if error:
-                self._forget_error()
-                log.warning("CUDA does not give back a slot's memory: %s", torch.cuda.CudaError(error))
+            return self._answer(self._runtime().cudaHostUnregister(address))
+
+    def _answer(self, returned: Any) -> str:
+        error = int(returned)
+        if not error:
+            return ""
+        self._forget_error()
+        return str(torch.cuda.CudaError(error))
 
     @staticmethod
     def _runtime() -> Any:

@@ -6,9 +6,9 @@ on one node share the copying. A flush, at the end of a generation, holds the ne
 (`layout.snapshot_shares`), so that the newest step survives any one of them; of a small state it holds all.
 Every slot carries the ledger lines since the last commit.
 
-Slots grow in the background where a generation writes more than the one before, and their pages are locked
-there, once, where a device writes into them (`page_locks`). Until both are done, snapshots that no checkpoint
-asks for are skipped; without room to grow they still are, and it is tried again.
+Slots grow in the background where a generation writes more than the one before. There the pages of those
+that have grown are locked, where a device writes into them (`slot_room`). Until both are done, snapshots that
+no checkpoint asks for are skipped; without room to grow they still are, and it is tried again.
 
 The ranks tell each other which step is sealed everywhere, in the exchange that ends every step
 (`step_sync`). That costs no message and comes at once. An announcement by the coordinator, once a second,
@@ -21,8 +21,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,19 +36,22 @@ from picotron_ray.data.batch import samples_of
 from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.snapshot_shares import flushed_shares
+from picotron_ray.train.slot_room import Growth, SlotRoom
 from picotron_ray.train.state_copies import HostCopies, StateCopies
 from picotron_ray.train.update_policy import NON_FINITE
 
 RELEASE_WAIT_S = 30.0
 """Time limit of a generation's last snapshot to get a slot that an upload still pins."""
-GROWTH_POLL_S = 0.1
-Growth = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 log = logging.getLogger(__name__)
 
 
 def _unheard() -> None:
     """Take no note of growth."""
+
+
+def _checked() -> None:
+    """Look at nothing a second time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +119,16 @@ class Snapshotter:
         self._pool, self._writer = pool, writer
         self._whole = [tensor for tensor in state if tensor.primary]
         self._share = split_for_replica(self._whole, writer.index, writer.count)
-        self._capacity = flush_bytes(self._whole, writer.index, writer.count)
+        capacity = flush_bytes(self._whole, writer.index, writer.count)
         self._complete = protected
         self._kept: SlotKey | None = None
-        self._on_sealed, self._on_phase, self._extra, self._growth = on_sealed, on_phase, extra, growth
+        self._on_sealed, self._on_phase, self._extra = on_sealed, on_phase, extra
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._room = SlotRoom(pool, capacity, lambda: self._complete, growth, self._executor)
         self._pending: Future[None] | None = None  # a copy that the live state is not safe from yet
         self._sealing: Future[None] | None = None  # the same until its slot is sealed
         self._pending_pinned = False
-        self._closing, self._hurry = threading.Event(), threading.Event()
-        self._growing: Future[None] | None = None
-        self._ending = False
-        self._parts_grown = 0
+        self._hurry = threading.Event()
         self._no_room = False
         self._told = ""
         self.sealed_step = -1
@@ -136,7 +137,17 @@ class Snapshotter:
         self.cost_s = 0.0
         self.waited_s = 0.0
         self.pinned_wait_s = 0.0  # of the newest checkpoint's copy
-        self._prepare_slots()
+        self._room.grow()
+
+    def lock_pages(self) -> None:
+        """Lock the pages of slots before the first step, and make the ring for those that have none then.
+
+        Nothing where no device writes into them.
+        """
+        grows = self._room.busy
+        self._room.lock_before_steps()
+        if grows or not self._pool.locked:
+            self._copies.make_ring()
 
     def begin(self, step: int, tail: Sequence[str], pinned: bool) -> bool:
         """Start to copy the state at ``step``; False if no slot is free, or the one before is not sealed yet.
@@ -150,10 +161,8 @@ class Snapshotter:
         self.wait_sealed()
         if self._no_room:
             self._no_room = False
-            self._prepare_slots()
-        elif self._growing is None and self._pool.unlocked:
-            self._prepare_slots()
-        if self._growing is not None and not pinned and not self._growing.done():
+            self._room.grow()
+        if self._room.busy and not pinned:
             self.skipped += 1
             return False
         self._wait_grown()
@@ -231,7 +240,7 @@ class Snapshotter:
             SlotRoomError: ``pinned``, and there is no room even for this rank's own share.
         """
         self.wait_sealed()
-        self._ending = True
+        self._room.end()
         self._wait_grown()
         if self.sealed_step == step and self._sealed_whole and not pinned:
             return True
@@ -259,10 +268,11 @@ class Snapshotter:
     def stop_waiting(self) -> None:
         """Wait for no slot any more; any thread may call this."""
         self._hurry.set()
+        self._room.stop_waiting()
 
     def close(self) -> None:
-        """Wait for the copy under way and end the thread. The slots belong to the worker, and stay."""
-        self._closing.set()
+        """Wait for the copy under way and end its thread. The slots belong to the worker, and stay."""
+        self._room.close()
         self._executor.shutdown(wait=True)
         self._whole, self._share, self._pending, self._sealing = [], [], None, None
 
@@ -271,37 +281,10 @@ class Snapshotter:
 
     # --- room --------------------------------------------------------------------------------------------
 
-    def _prepare_slots(self) -> None:
-        """Make slots large enough in the background, and lock the pages of those whose are not."""
-        short = self._pool.short(self._capacity)
-        if short or self._pool.unlocked:
-            self._growing = self._executor.submit(self._grow_and_lock, short)
-
-    def _grow_and_lock(self, short: bool) -> None:
-        try:
-            if short:
-                self._pool.grow(self._capacity, self._complete, self._may_not_wait)
-        finally:
-            self._pool.lock_pages(lambda: self._may_not_wait() or self._ending)
-
-    def _may_not_wait(self) -> bool:
-        self._parts_grown += 1  # it is asked between the parts of a slot
-        return self._closing.is_set() or self._hurry.is_set()
-
     def _wait_grown(self) -> None:
         """Wait for the slots to grow; without room, write what fits into them as they are."""
-        growing, self._growing = self._growing, None
-        if growing is None:
-            return
-        if not growing.done():
-            with self._growth() as moved:
-                seen = self._parts_grown
-                while not wait([growing], GROWTH_POLL_S).done:
-                    if self._parts_grown != seen:
-                        seen = self._parts_grown
-                        moved()
         try:
-            growing.result()
+            self._room.wait_grown()
         except SlotRoomError as error:
             self._tell(error)
 
@@ -346,17 +329,26 @@ class Snapshotter:
     def _write(
         self, slot: SlotFile, header: SlotHeader, tensors: Sequence[StateTensor], pinned: bool
     ) -> None:
-        began = time.monotonic()
+        began, locked = time.monotonic(), slot.locked
         shards = tuple(tensor.shard for tensor in tensors)
         with self._copies.reading():
             nonfinite = look_for_nonfinite(tensors)  # before the copies: read when they are done
+            check: Callable[[], None] = partial(self._check, header, nonfinite)
+            if self._copies.looks_first(self._holds_needed(slot, header)):
+                check()  # what the slot holds is not void yet
+                check = _checked
             content = self._copies.buffers(tensors, moving=slot.holds(header, shards))
-            check = partial(self._check, header, nonfinite)
             slot.write(header, shards, content, pinned=pinned, check=check, on_phase=self._on_phase)
         seconds = time.monotonic() - began
         self.cost_s = seconds if not self.cost_s else 0.8 * self.cost_s + 0.2 * seconds
         self.sealed_step = header.step
         self._on_sealed(header.step, pinned, seconds)
+        if locked and not slot.locked:  # it has grown
+            self._room.lock_pages()
+
+    def _holds_needed(self, slot: SlotFile, header: SlotHeader) -> bool:
+        """Whether a slot holds a state that is known to be sound, or this rank's share of the same one."""
+        return slot.key is not None and slot.key in (self._kept, header.key)
 
     def _check(self, header: SlotHeader, nonfinite: Callable[[], str | None]) -> None:
         """Refuse a state that is not finite: each rank vouches for what it writes."""

@@ -50,7 +50,7 @@ from picotron_ray.comm.collectives.exposed import ExposedTime
 HOST_SHARE, DEVICE_SHARE = 0.5, 0.02
 """Largest share of time that snapshots may take: of copying on CPUs, of waiting for copies on CUDA."""
 CHUNK_BYTES, CHUNKS = 32 << 20, 4
-"""Of the ring: 128 MiB of page-locked memory a worker, made where it is used."""
+"""Of the ring: 128 MiB of page-locked memory a worker, made where a slot's pages are not locked."""
 
 MOST_TIMES = 999
 
@@ -91,6 +91,16 @@ class StateCopies(Protocol):
     def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
         """Return what `SlotFile.write` takes, one for each tensor."""
 
+    def make_ring(self) -> None:
+        """Make now what copies into slots without locked pages need: later a limit of memory may hold."""
+
+    def looks_first(self, needed: bool) -> bool:
+        """Whether to look for values that are not finite before the slot is written; then the host may.
+
+        Args:
+            needed: the slot holds a state that is to stay unless another one takes its place.
+        """
+
     def follow(self, pending: Future[None]) -> None:
         """Return once the state may be written by what the training thread does or queues from now on.
 
@@ -115,6 +125,12 @@ class HostCopies:
 
     def buffers(self, state: Sequence[StateTensor], *, moving: bool) -> Content:
         return buffers(state, moving=moving)
+
+    def make_ring(self) -> None:
+        """Do nothing: there is none."""
+
+    def looks_first(self, needed: bool) -> bool:
+        return True  # at the same cost
 
     def follow(self, pending: Future[None]) -> None:
         pending.result()
@@ -177,6 +193,15 @@ class DeviceCopies:
         """
         return partial(self._arriving, state, moving)
 
+    def make_ring(self) -> None:
+        self._chunks = self._chunks or page_locked_chunks()
+
+    def looks_first(self, needed: bool) -> bool:
+        if needed:
+            assert self._ready is not None
+            self._ready.synchronize()  # the device may still be writing what the host looks at
+        return needed
+
     def _arriving(
         self, state: Sequence[StateTensor], moving: bool, places: Sequence[Place] | None
     ) -> Iterator[Any]:
@@ -229,7 +254,7 @@ class DeviceCopies:
         on_queued: OnQueued | None,
     ) -> Iterator[Any]:
         """Queue as many copies as the ring holds; yield the parts of each tensor as they arrive."""
-        self._chunks = self._chunks or page_locked_chunks()
+        self.make_ring()
         pieces = [piece for entry in by_device for piece in pieces_of(entry)]
         transfer = CopyRing(self._stream, self._chunks, pieces, on_queued)
         transfer.queue()
@@ -255,7 +280,7 @@ class DeviceCopies:
     def follow(self, pending: Future[None]) -> None:
         began = time.monotonic()
         self._queued.wait()
-        if self._read is None:  # it has failed, or the host reads
+        if self._read is None or pending.done():  # it has failed, or the host reads; or it is known already
             pending.result()
         self._host_wait_s = time.monotonic() - began
         if self._read is not None:

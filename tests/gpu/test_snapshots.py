@@ -52,7 +52,7 @@ class Taker:
         self.taken = Snapshotter(
             self.pool, writer, self.state, (1, 1, -1), lambda *said: None, copies=self.copies
         )
-        self.taken._wait_grown()
+        self.taken.lock_pages()
         assert all(slot.locked == locked for slot in self.pool.slots)
 
     def fill(self, value: float) -> None:

@@ -25,6 +25,7 @@ import contextlib
 import json
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -85,6 +86,8 @@ class SlotFile:
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, capacity)
         self._locks: PageLocks | None = None  # that have locked the map
+        self._mapping = threading.Lock()  # held while the map changes, or is being locked
+        self._closed = False
         self._shards: tuple[Shard, ...] = ()
         self._offsets: list[int] = []
         self._body_bytes = 0
@@ -136,11 +139,20 @@ class SlotFile:
         """Whether its pages are locked, so that a device writes into them by itself."""
         return self._locks is not None
 
+    @property
+    def locking(self) -> bool:
+        """Whether its pages are being locked; the host may write into them meanwhile."""
+        return self._locks is None and self._mapping.locked()
+
     def lock_pages(self, locks: PageLocks) -> bool:
-        """Lock the pages until the slot grows or is closed; False where it is refused."""
-        if self._locks is None and locks.lock(self._address, self.capacity):
+        """Lock the pages until the slot grows or is closed, which wait for it; False where it is refused."""
+        with self._mapping:
+            if self._closed or self._locks is not None:
+                return True
+            if not locks.lock(self._address, self.capacity):
+                return False
             self._locks = locks
-        return self.locked
+            return True
 
     def set_pinned(self, pinned: bool) -> None:
         self._map[PIN_AT] = int(pinned)
@@ -230,8 +242,9 @@ class SlotFile:
             return
         larger = mmap.mmap(self._descriptor, reached)
         np.frombuffer(larger, dtype=np.uint8)[old::PAGE] = 0
-        self._unlock_pages()
-        self._map = larger
+        with self._mapping:
+            self._unlock_pages()
+            self._map = larger
 
     def unseal(self) -> None:
         """Void the content before its first byte is overwritten."""
@@ -240,11 +253,11 @@ class SlotFile:
 
     def close(self, unlink: bool = False) -> None:
         """Close the file; ``unlink`` removes it from the folder too."""
-        self._unlock_pages()
-        with contextlib.suppress(
-            BufferError
-        ):  # an error's traceback may hold a view: it is unmapped with that
-            self._map.close()
+        with self._mapping:
+            self._closed = True
+            self._unlock_pages()
+            with contextlib.suppress(BufferError):  # a traceback may hold a view: it is unmapped with that
+                self._map.close()
         os.close(self._descriptor)
         if unlink:
             self.path.unlink(missing_ok=True)

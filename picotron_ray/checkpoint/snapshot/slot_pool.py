@@ -47,7 +47,7 @@ class SlotPool:
             SlotError: they do not fit; nothing is left behind.
         """
         self.slots: list[SlotFile] = []
-        self._folder, self._worker, self._capacity = Path(folder), worker, capacity
+        self.folder, self._worker, self._capacity = Path(folder), worker, capacity
         self.missing, self._made, self._locks = count, 0, locks
         try:
             while self.missing:
@@ -60,14 +60,14 @@ class SlotPool:
 
     def fill(self) -> None:
         """Make the slots that had no room, as far as there is room now."""
-        while self.missing and free_bytes(self._folder) >= self._capacity:
+        while self.missing and free_bytes(self.folder) >= self._capacity:
             try:
                 self._add()
             except SlotError:  # somebody else was faster
                 return
 
     def _add(self) -> None:
-        path = self._folder / f"{self._worker}.{self._made}{SUFFIX}"
+        path = self.folder / f"{self._worker}.{self._made}{SUFFIX}"
         self.slots.append(SlotFile.create(path, self._capacity))
         self._made += 1
         self.missing -= 1
@@ -75,6 +75,11 @@ class SlotPool:
     def short(self, capacity: int) -> bool:
         """Whether a slot is smaller than ``capacity`` bytes."""
         return any(slot.capacity < capacity for slot in self.slots)
+
+    @property
+    def locked(self) -> bool:
+        """Whether the pages of all slots are locked, of those too that are still to be made."""
+        return not self.missing and all(slot.locked for slot in self.slots)
 
     @property
     def unlocked(self) -> bool:
@@ -148,10 +153,12 @@ class SlotPool:
             generation: the present one. What earlier ones wrote after ``newest_complete`` is void: it went
                 back behind that, at a rewind by more than the slots hold.
             kept: state whose slot is chosen only where there is no other one.
+
+        One whose pages are being locked is chosen only where no other one is as good.
         """
         free = [slot for slot in self.slots if slot.key is None]
         if free:
-            return free[0]
+            return min(free, key=lambda slot: slot.locking)
         self._give_up_pin(newest_complete)
         before = (0, 0, 0) if generation is None else (*generation, -1)
         old = [
@@ -161,7 +168,7 @@ class SlotPool:
             and not slot.pinned
             and (key < newest_complete or newest_complete < key < before)
         ]
-        return min(old, key=lambda slot: (slot.key == kept, _age(slot)), default=None)
+        return min(old, key=lambda slot: (slot.key == kept, slot.locking, _age(slot)), default=None)
 
     def holding(self, key: SlotKey) -> SlotFile | None:
         """Return the slot that holds a part of this state and that nothing pins; None where there is none."""

@@ -38,7 +38,7 @@ from picotron_ray.runtime.phase_limits import StepWork
 from picotron_ray.runtime.worker.compile_phase import compile_phase
 from picotron_ray.runtime.worker.generation_memory import GenerationMemory
 from picotron_ray.runtime.worker.generation_words import applied_words, policy_words, tell
-from picotron_ray.runtime.worker.growth_phase import growth_phase
+from picotron_ray.runtime.worker.growth_phase import growth_phase, lock_slots
 from picotron_ray.runtime.worker.outcomes import facts_of, judge, loads_told
 from picotron_ray.runtime.worker.remote_slots import RemoteSlots, fetch_spilled
 from picotron_ray.runtime.worker.replicas import check_of
@@ -174,6 +174,8 @@ class GenerationRun:
             make=batches_of(self._job),
         )
         self._snapshots = self._snapshotter(self._engine.state())
+        lock, wait = self._snapshots.lock_pages, self._groups.wait_for_all
+        lock_slots(page, resources.device.type, lock, wait, self._leave_if_asked)
         clock = generation_clock(resources.telemetry, spec, self.rank, resources.device, self._memory.limited)
         self._engine.watch(clock.enter)
         loop = Loop(
@@ -299,8 +301,7 @@ class GenerationRun:
 
     def _snapshotter(self, state: list[StateTensor]) -> Snapshotter:
         resources, spec = self._resources, self.spec
-        nodes = [member.node for member in spec.members]
-        identity = (spec.id.term, spec.id.n)
+        identity, nodes = (spec.id.term, spec.id.n), [member.node for member in spec.members]
         writer = SnapshotWriter.of(identity, self.rank, spec.layout, nodes, self._job.data.global_batch)
         if resources.pool is None:
             capacity = flush_bytes(state, writer.index, writer.count)

@@ -176,6 +176,7 @@ class Bench:
         self.snapshots = named
         return SimpleNamespace(
             skipped=2,
+            lock_pages=partial(self.note, "lock pages"),
             flush=lambda step, tail, pinned: self.note("flush", step, pinned),
             close=partial(self.note, "close snapshots"),
             stop_waiting=partial(self.note, "snapshots stop"),
@@ -215,6 +216,7 @@ def test_a_generation_goes_through_all_its_phases_and_leaves_nothing(bench: Benc
             False,
             None,
         ),
+        ("lock pages",),
         ("loop", 4, 77.0),
         ("phase", "flush"),
         ("flush", 4, False),

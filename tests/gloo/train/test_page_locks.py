@@ -75,6 +75,49 @@ def test_a_refusal_is_one_line_and_no_later_launch_raises_it(
     assert "ring" in line
 
 
+FAILS = (
+    ("cudart", RuntimeError("no driver")),
+    ("cudart", AssertionError("not compiled with CUDA")),
+    ("cudaHostRegister", AttributeError("gone")),
+    ("CudaError", TypeError("takes no number")),
+    ("returned", TypeError("no number")),
+)
+
+
+@pytest.mark.parametrize(("where", "error"), FAILS)
+def test_an_error_of_torch_is_a_refusal(
+    where: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, locks = Runtime(monkeypatch), CudaPageLocks(CUDA)
+
+    def fails(*words: Any) -> Any:
+        raise error
+
+    if where == "returned":
+        register = runtime.cudaHostRegister
+        monkeypatch.setattr(runtime, "cudaHostRegister", lambda *words: (register(*words), "?")[1])
+    elif where == "cudaHostRegister":
+        monkeypatch.setattr(runtime, where, fails)
+    else:
+        monkeypatch.setattr(module.torch.cuda, where, fails)
+    runtime.errors = [712] if where == "CudaError" else []
+    with caplog.at_level(logging.WARNING):
+        assert not locks.lock(4096, 1 << 20)
+    assert "ring" in caplog.text
+    if where == "returned":
+        assert runtime.calls[-1] == ("unregister", 4096, 3), "nothing stays registered that nobody gives back"
+
+
+def test_an_error_while_memory_is_given_back_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Runtime(monkeypatch)
+    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        CudaPageLocks(CUDA).unlock(4096)
+    assert "AttributeError" in caplog.text
+
+
 def test_slots_on_a_disk_are_not_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,12 +16,13 @@ import torch
 from picotron_ray.checkpoint.snapshot.slot_format import SlotHeader
 from picotron_ray.checkpoint.snapshot.slot_pool import SlotPool, list_slots
 from picotron_ray.checkpoint.torch_state import StateTensor
-from picotron_ray.errors import SlotRoomError
+from picotron_ray.errors import NumericsError, SlotRoomError
 from picotron_ray.layout import snapshot_shares
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.train import snapshot
-from picotron_ray.train.snapshot import GROWTH_POLL_S, Snapshotter, SnapshotWriter
+from picotron_ray.train.slot_room import POLL_S
+from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter
 
 LAYOUT = Layout(dp=4, pp=2)
 FIRST_KEY = (3, 7, -1)
@@ -37,6 +38,7 @@ class Slot:
         self.written: list[tuple[SlotHeader, tuple[Shard, ...], bool, object]] = []
         self.error: Exception | None = None
         self.known = False
+        self.key, self.locked = None, False
 
     def holds(self, header: SlotHeader, shards: Sequence[Shard]) -> bool:
         return self.known
@@ -326,6 +328,27 @@ def test_a_flush_takes_the_slot_of_its_own_share_where_a_dying_rank_left_no_othe
     pool.close(unlink=True)
 
 
+def test_a_state_that_is_not_finite_voids_no_slot(tmp_path: Path) -> None:
+    writer = SnapshotWriter.of((3, 7), 0, Layout(), ["n1"], 16)
+    pool, state = SlotPool(tmp_path, "w", 2, 1 << 20), [tensor("a", 4)]
+    taken = Snapshotter(pool, writer, state, FIRST_KEY, lambda *_: None)
+    for step in (1, 2):
+        assert taken.begin(step, [], pinned=False)
+        taken.wait_copied()
+        taken.observe(step)
+    taken.keep(1)
+    assert isinstance(state[0].tensor, torch.Tensor)
+    state[0].tensor[1] = float("nan")
+    assert taken.begin(3, [], pinned=False)
+    with pytest.raises(NumericsError):
+        taken.wait_copied()
+    with pytest.raises(NumericsError):
+        taken.flush(3, [], pinned=True)
+    assert {header.step for _, header in list_slots(tmp_path)} == {1, 2}
+    taken.close()
+    pool.close(unlink=True)
+
+
 def test_slots_grow_beside_the_steps() -> None:
     """Until they are large enough nothing waits for them but a checkpoint."""
     found = Taker(4, lacking=True)
@@ -333,14 +356,14 @@ def test_slots_grow_beside_the_steps() -> None:
     began = time.monotonic()
     assert not taken.begin(1, [], pinned=False)
     assert time.monotonic() - began < 1
-    assert (taken.skipped, slots.grown, slots.asked) == (1, [taken._capacity], [])
+    assert (taken.skipped, slots.grown, slots.asked) == (1, [taken._room._capacity], [])
     threading.Timer(0.05, slots.may_grow.set).start()
     assert taken.begin(2, [], pinned=True)
     taken.wait_copied()
     assert [header.step for header, *_ in found.written] == [2]
     assert taken.begin(3, [], pinned=False)
     taken.close()
-    assert slots.grown == [taken._capacity], "once"
+    assert slots.grown == [taken._room._capacity], "once"
 
 
 def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -> None:
@@ -352,7 +375,7 @@ def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -
         assert found.slots.may_grow.wait(10)
         for _ in range(4):
             stopped()
-            time.sleep(2 * GROWTH_POLL_S)
+            time.sleep(2 * POLL_S)
 
     @contextmanager
     def growth() -> Iterator[Callable[[], None]]:
@@ -362,8 +385,8 @@ def test_waiting_for_slots_to_grow_is_a_phase_of_its_own_and_moves_with_them() -
         told.append("before")
 
     found.slots.grow = grow  # type: ignore[method-assign]
-    found.taken._growth = growth
-    found.taken._prepare_slots()  # as a new generation does
+    found.taken._room._growth = growth
+    found.taken._room.grow()  # as a new generation does
     assert not found.taken.begin(1, [], pinned=False)
     assert told == [], "nothing waits"
     assert found.taken.begin(2, [], pinned=True)
@@ -383,7 +406,7 @@ def test_who_is_called_away_grows_no_further() -> None:
         stopped.append(asked())
 
     found.slots.grow = grow  # type: ignore[method-assign]
-    found.taken._prepare_slots()  # the first one, as a new generation does
+    found.taken._room.grow()  # the first one, as a new generation does
     found.slots.may_grow.set()
     found.taken.stop_waiting()
     found.taken.flush(3, [], pinned=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -162,7 +163,7 @@ class Taker:
             self.pool, writer, self.state, FIRST_KEY, lambda *said: None, copies=self.copies
         )
         self.folder = folder
-        self.taken._wait_grown()
+        self.taken.lock_pages()
 
     def fill(self, value: float) -> None:
         """What the optimizer does: it queues writes, which the device makes when it gets there."""
@@ -288,50 +289,77 @@ def test_a_step_waits_for_no_copy_where_pages_are_locked(locked: Taker) -> None:
     assert [times.direct for times in locked.copies.taken] == [1.0]
 
 
-def test_pages_are_locked_beside_the_steps_and_again_where_a_slot_has_grown(
-    made_up: Stream, tmp_path: Path
-) -> None:
+LEDGER = ["x" * (1 << 21)]
+"""Lines that no slot has room for."""
+
+
+def test_a_slot_that_has_grown_is_locked_again_behind_its_seal(made_up: Stream, tmp_path: Path) -> None:
     locks = Locks()
     locks.may_lock.clear()
     threading.Timer(0.2, locks.may_lock.set).start()
-    taker = Taker(tmp_path, locks=locks)  # waits for them
-    first = dict(locks.held)
-    assert len(first) == 3
+    taker = Taker(tmp_path, locks=locks)
+    assert sorted(locks.held.values()) == [1 << 20] * 3, "the first step waits for them"
+    assert taker.copies._chunks == [], "no ring where it is not used"
     locks.may_lock.clear()
-    slot = taker.pool.slots[0]
-    slot.grow(2 << 20)
-    assert len(locks.held) == 2, "given back before they are unmapped"
-    assert not taker.taken.begin(1, [], pinned=False), "nothing waits while they are locked again"
-    assert taker.taken.skipped == 1
-    locks.may_lock.set()
-    assert taker.taken.begin(2, [], pinned=True), "but a checkpoint"
+    assert taker.taken.begin(1, LEDGER, pinned=False)
     taker.taken.wait_sealed()
-    assert sorted(locks.held.values()) == [1 << 20, 1 << 20, 2 << 20]
+    assert len(locks.held) == 2, "given back before they are unmapped"
+    assert taker.taken._room.busy, "without another snapshot"
+    assert not taker.taken.begin(2, [], pinned=False), "nothing waits while they are locked"
+    locks.may_lock.set()
+    assert taker.taken._room._locking is not None
+    taker.taken._room._locking.result(10)
+    assert max(locks.held.values()) > 1 << 21
     taker.close()
     assert locks.held == {}
 
 
-def test_the_end_of_a_generation_does_not_wait_for_pages_to_be_locked(
+def test_neither_a_checkpoint_nor_a_flush_nor_the_end_waits_for_a_lock(
     made_up: Stream, tmp_path: Path
 ) -> None:
+    """They are written through the ring, into slots that are not being locked."""
     locks = Locks()
     taker = Taker(tmp_path, locks=locks)
     for slot in taker.pool.slots:
         slot._unlock_pages()
-    lock, asked = locks.lock, threading.Event()
+    locks.may_lock.clear()
+    taker.taken._room.lock_pages()
+    while not taker.pool.slots[0].locking:
+        time.sleep(0.01)
+    taker.fill(1.0)
+    assert taker.taken.begin(1, [], pinned=True)
+    taker.taken.wait_sealed()
+    assert taker.taken.flush(2, [], pinned=False)
+    assert [slot.key for slot in taker.pool.slots] == [None, (3, 7, 1), (3, 7, 2)]
+    taker.copies.begin()
+    assert {times.direct for times in taker.copies.taken} == {0.0}
+    assert all((found == 1.0).all() for found in taker.stored(2))
+    taker.taken.close()
+    assert taker.pool.slots[0].locking, "still"
+    locks.may_lock.set()
+    taker.pool.close(unlink=True)  # waits for the one that is under way
+    assert locks.held == {}
 
-    def slowly(address: int, length: int) -> bool:
-        asked.set()
-        assert ending.wait(10)
-        return lock(address, length)
 
-    ending = threading.Event()
-    locks.lock = slowly  # type: ignore[method-assign]
-    assert not taker.taken.begin(1, [], pinned=False)
-    assert asked.wait(10)
-    threading.Timer(0.2, ending.set).start()
-    assert taker.taken.flush(1, [], pinned=False)
-    assert len(locks.held) == 1, "the one that was under way"
+@pytest.mark.parametrize("left", ["refused", "short", "missing", ""])
+def test_a_ring_that_may_be_used_is_made_before_the_first_step(
+    left: str, made_up: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later the worker's memory is limited."""
+    growing, grow = threading.Event(), SlotPool.grow
+
+    def late(*words: Any) -> None:
+        assert growing.wait(10)
+        grow(*words)
+
+    if left == "short":
+        monkeypatch.setattr(SlotPool, "short", lambda pool, capacity: True)
+        monkeypatch.setattr(SlotPool, "grow", late)
+    if left == "missing":
+        monkeypatch.setattr(SlotPool, "locked", property(lambda pool: False))
+    taker = Taker(tmp_path, locks=Locks(2 if left == "refused" else 99))
+    assert bool(taker.copies._chunks) == bool(left)
+    growing.set()
     taker.close()
 
 
@@ -355,6 +383,35 @@ def test_a_state_that_is_not_finite_is_told_and_reaches_no_slot(taker: Taker) ->
         taker.taken.wait_sealed()
     taker.taken.wait_copied()
     assert list_slots(taker.folder) == []
+
+
+def test_a_slot_that_is_kept_is_not_voided_by_a_state_that_is_not_finite(taker: Taker) -> None:
+    """Where its slot would be taken; another one is written before its values are known."""
+    for step in (1, 2, 3):
+        taker.fill(float(step))
+        assert taker.taken.begin(step, [], pinned=False)
+        taker.taken.wait_sealed()
+        taker.taken.observe(step)
+    taker.taken.keep(1)
+    (other,) = [slot for slot in taker.pool.slots if slot.key == (3, 7, 2)]
+    taker.pool.slots.remove(other)
+    other.close()
+    taker.fill(float("nan"))
+    assert taker.taken.begin(4, [], pinned=False)
+    with pytest.raises(NumericsError, match="NaN or infinity"):
+        taker.taken.wait_copied()
+    assert {header.step for _, header in list_slots(taker.folder)} == {1, 2, 3}
+    assert {slot.key for slot in taker.pool.slots} == {(3, 7, 1), (3, 7, 3)}
+
+
+def test_an_optimizer_does_not_write_behind_a_state_that_is_known_to_be_bad(locked: Taker) -> None:
+    locked.fill(float("nan"))
+    assert locked.taken.begin(1, [], pinned=False)
+    assert locked.taken._pending is not None
+    assert isinstance(locked.taken._pending.exception(10), NumericsError)
+    with pytest.raises(NumericsError, match="NaN or infinity"):
+        locked.taken.wait_copied()
+    locked.taken.wait_copied()
 
 
 def test_an_error_after_the_last_copy_is_told_by_a_later_wait(taker: Taker) -> None:

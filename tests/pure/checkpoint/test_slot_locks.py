@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def pool_of(folder: Path, locks: Locks) -> SlotPool:
 def test_pages_are_given_back_before_the_slot_is_removed(tmp_path: Path) -> None:
     locks = Locks(tmp_path)
     pool = pool_of(tmp_path, locks)
-    assert (len(locks.held), pool.unlocked) == (3, False)
+    assert (len(locks.held), pool.locked, pool.unlocked) == (3, True, False)
+    pool.missing = 1
+    assert (pool.locked, pool.unlocked) == (False, False), "one that is made later is not locked"
+    pool.missing = 0
     pool.lock_pages(lambda: False)
     assert locks.asked == 3, "once a slot"
     pool.close(unlink=True)
@@ -93,6 +97,37 @@ def test_locking_stops_where_it_is_told(tmp_path: Path) -> None:
     assert len(locks.held) == 2
     assert pool.unlocked
     pool.close(unlink=True)
+
+
+def test_a_slot_neither_grows_nor_goes_while_it_is_being_locked(tmp_path: Path) -> None:
+    """It would be mapped anew, or not at all, behind the driver's back."""
+    locks = Locks(tmp_path)
+    pool = SlotPool(tmp_path, "w", 2, MIB, locks=locks)
+    slot, lock = pool.slots[0], locks.lock
+    began, may_end = threading.Event(), threading.Event()
+
+    def slowly(address: int, length: int) -> bool:
+        began.set()
+        assert may_end.wait(10)
+        return lock(address, length)
+
+    locks.lock = slowly  # type: ignore[method-assign]
+    locking = threading.Thread(target=pool.lock_pages, args=(lambda: bool(locks.held),), daemon=True)
+    locking.start()
+    assert began.wait(10)
+    assert (slot.locking, slot.locked) == (True, False)
+    assert pool.choose((0, 0, 0)) is pool.slots[1], "another one is written"
+    growing = threading.Thread(target=slot.grow, args=(2 * MIB,), daemon=True)
+    growing.start()
+    growing.join(0.1)
+    assert growing.is_alive()
+    may_end.set()
+    locking.join(10)
+    growing.join(10)
+    assert (locks.held, slot.locked, slot.capacity) == ({}, False, 2 * MIB)
+    pool.close(unlink=True)
+    assert slot.lock_pages(locks), "and no other one is refused for one that is gone"
+    assert locks.held == {}
 
 
 def header(step: int) -> SlotHeader:

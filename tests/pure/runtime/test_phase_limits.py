@@ -13,7 +13,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime import heartbeat
 from picotron_ray.runtime.heartbeat import Page, read_page
 from picotron_ray.runtime.phase_limits import ENOUGH, LAYOUTS, PhaseLimits, StepWork
-from picotron_ray.runtime.worker.growth_phase import growth_phase
+from picotron_ray.runtime.worker.growth_phase import growth_phase, lock_slots
 
 ELASTIC = ElasticConfig(
     hang_factor=3.0, hang_floor_s=0.05, first_step_timeout_s=60.0, compile_timeout_s=500.0
@@ -140,6 +140,29 @@ def test_slots_that_grow_for_long_are_no_hang_of_the_optimizer(tmp_path: Path, n
     seen = read_page(tmp_path / "w.page")
     assert seen is not None
     assert (seen.phase, seen.phase_limit_s) == ("optimizer", ELASTIC.hang_floor_s)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_rank_steps_while_another_one_locks_its_slots(
+    tmp_path: Path, now: list[float], device: str
+) -> None:
+    page, told = Page(tmp_path / "w.page", ELASTIC), list[str]()
+    page.phase("restore")
+
+    def wait_for_all(what: str, meanwhile: Any) -> None:
+        for _ in range(100):
+            now[0] += 5.0
+            seen = read_page(tmp_path / "w.page")
+            assert seen is not None
+            assert (seen.phase, seen.stalled(now[0])) == ("grow", False)
+            meanwhile()
+        told.append(what)
+
+    asked: list[str] = []
+    lock_slots(page, device, lambda: told.append("lock"), wait_for_all, lambda: asked.append("to leave"))
+    assert told == (["lock", "slots"] if device == "cuda" else ["lock"])
+    assert len(asked) == (100 if device == "cuda" else 0)
+    assert page.name == "restore"
 
 
 def test_what_moves_often_is_published_seldom(tmp_path: Path, now: list[float]) -> None:

@@ -67,6 +67,7 @@ class PipelineSchedule:
             the two, and computes activations again for one of them only.
         problem: why it cannot run in a shape, in words; empty where it can.
         in_flight: micro-batches whose activations a rank keeps at most, of all its stages together.
+        by_stage: whether a rank is done with all passes of a stage, one way, before another's.
         waiting: micro-batches' worth of time (their forward and backward on one rank) to fill and drain.
         searched: whether ``layout.schedule=auto`` looks at it: of those that wait alike, the one that keeps
             least.
@@ -82,6 +83,7 @@ class PipelineSchedule:
     splits_backward: bool = False
     problem: Callable[[PipelineShape], str] = _no_problem
     in_flight: Callable[[PipelineShape, int], float] = _all_in_flight
+    by_stage: bool = False
     waiting: Callable[[PipelineShape], float] = _looped_waiting
     searched: bool = False
 
@@ -175,7 +177,7 @@ _ENTRIES = (
         in_flight=lambda shape, rank: min(shape.micro_batches, shape.ranks - rank),
         searched=True,
     ),
-    PipelineSchedule("looped-bfs", rows=looped_bfs_rows, stages_per_rank=(2, MANY)),
+    PipelineSchedule("looped-bfs", rows=looped_bfs_rows, stages_per_rank=(2, MANY), by_stage=True),
     PipelineSchedule(
         "interleaved-1f1b",
         rows=interleaved_rows,

@@ -110,7 +110,7 @@ def _state_floor(job: JobConfig, leanest: Sequence[Layout], rank: int) -> StateF
         whole, part = found.parameters * wide, found.mine * wide
         gathered = 0.0
         if layout.zero and not sizes_of(job.model).experts:
-            freed = layout.zero == 3 and (layout.pp == 1 or layout.schedule == "looped-bfs")
+            freed = layout.zero == 3 and (layout.pp == 1 or layout.virtual_stages > 1)
             unreduced = layout.zero == 1 or layout.pp > 1
             weights = 0.0 if freed else found.parameters * least_weight_bytes(job)
             gathered = weights + (whole - part if unreduced else 0.0)

@@ -93,7 +93,8 @@ class RankMoments:
         fixed: masks, and what enters and leaves stages.
         at_work: gradients within a block, and of its largest weight.
         ends: the gradient of the embedding's table, and of its output; 0: no embedding here.
-        fresh: gradients that a step begins without, where all its micro-batches are in flight together.
+        fresh: gradients, and weights that stay, that a step begins without, where all its micro-batches are
+            in flight together.
         copies: weights in 16 bits that stay, also during the update; `gathered` has them too.
         made: gradients of one block that `gathered` has whole, when they are made.
     """
@@ -186,7 +187,7 @@ def rank_moments(
         logits=logit_bytes(job, layout, tokens, (head, made), _losses(job, layout)) if head else HeadBytes(),
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
-        fresh=(whole if unreduced else part) if together else 0.0,
+        fresh=(whole if unreduced else part) + _staying(job, layout, depth) if together else 0.0,
         copies=copies,
         made=_made(job, layout, depth),
     )
@@ -322,7 +323,7 @@ def _gathered(
     """Bytes of weights that compute, beside their masters, and of gradients that ZeRO has whole.
 
     - ZeRO-1 keeps whole weights and gradients through all micro-batches; so does a pipeline, whose weights
-      stay from the first backward pass on.
+      stay from a stage's backward pass to its next forward pass: of several stages of a rank all but one.
     - ZeRO-2 and 3 reduce a unit's gradients after its backward pass, from a copy of them in the type that
       they are added up in, which they hold until the next unit's are reduced.
     - ZeRO-3 holds the block at work and the one fetched ahead (``comm.zero_blocks`` of them each), and the
@@ -350,14 +351,15 @@ def _gathered(
     if in_root(job, layout):
         root, made, head, embed = (head if sizes.tied else head + embed), item * head, 0.0, 0.0
     always, last = item * root, item * head
-    units = -(-depth // together)
+    units = -(-depth // (together * layout.virtual_stages))
     freeing = _freeing(always, last, narrow, min(2, units) * narrow)
     whole = parameters + depth * (padded_elements(job, layout) - alone / layout.tp)
     whole = whole * item - depth * saved_of_block(job, layout)
     all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
-        by_stage = layout.zero == 3 and layout.schedule == "looped-bfs"  # is done with one before the next
-        weights = freeing if by_stage else all_kept
+        weights = all_kept
+        if layout.zero == 3 and layout.virtual_stages > 1:
+            weights = GatheredBytes(*(min(whole, one + _staying(job, layout, depth)) for one in freeing))
         return GatheredBytes(*(one + others + copies for one in weights))
     weights = freeing if layout.zero == 3 else all_kept
     gradients = GatheredBytes(
@@ -367,6 +369,16 @@ def _gathered(
         embedding=made + max(reduced, wide * embed, wide * root - (always if layout.zero == 3 else 0.0)),
     )
     return GatheredBytes(*(one + other + copies for one, other in zip(weights, gradients, strict=True)))
+
+
+def _staying(job: JobConfig, layout: Layout, depth: int) -> float:
+    """Bytes of blocks' weights that stages of a rank have since their last backward pass, all but one's."""
+    if layout.zero < 3 or layout.virtual_stages == 1:
+        return 0.0
+    if schedule_of(layout.schedule, job.layout.actions).by_stage:
+        return 0.0
+    block = _block_elements(job, layout) * weight_bytes(job) - saved_of_block(job, layout)
+    return depth * block * (1 - 1 / layout.virtual_stages)
 
 
 def _freeing(root: float, head: float, block: float, two: float) -> GatheredBytes:

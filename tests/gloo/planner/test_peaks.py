@@ -30,7 +30,7 @@ from tests.support.gloo.parallel_jobs.matrix_jobs import CPU
 from tests.support.gloo.peak import LiveStorage
 
 LAYOUTS, TRACED, OF_LATENT = 66, 30, 18
-FEW = 3
+FEW = 4
 
 
 class Peak(NamedTuple):

@@ -300,7 +300,12 @@ def _made(job: JobConfig, layout: Layout, depth: int) -> float:
     """Bytes of gradients that a unit of blocks has before ZeRO reduces them, once a micro-batch."""
     if layout.zero < 2 or layout.pp > 1:
         return 0.0
-    return _block_elements(job, layout) * min(job.comm.zero_blocks, max(1, depth)) * weight_bytes(job)
+    return _block_elements(job, layout) * _together(job, depth) * weight_bytes(job)
+
+
+def _together(job: JobConfig, depth: int) -> int:
+    """Blocks of a rank that ZeRO gathers and reduces at once."""
+    return min(job.comm.zero_blocks, max(1, depth))
 
 
 def _block_elements(job: JobConfig, layout: Layout) -> float:
@@ -343,7 +348,7 @@ def _gathered(
         return GatheredBytes(*(copies,) * len(GatheredBytes._fields))
     sizes, wide, item = sizes_of(job.model), STATE_BYTES[job.precision], weight_bytes(job)
     head, embed = tables
-    together = min(job.comm.zero_blocks, max(1, depth))
+    together = _together(job, depth)
     alone, elements = _alone(job, layout), _block_elements(job, layout) * together
     block, reduced = item * elements, wide * elements
     narrow = block - saved_of_block(job, layout) * together

@@ -101,6 +101,15 @@ def test_one_more_recomputed_block_never_needs_more(layout: Layout, precision: s
         assert found == sorted(found, reverse=True)
 
 
+def test_stages_of_a_rank_keep_their_weights_until_their_next_forward_pass() -> None:
+    """Of two stages of a block of 448 one has its own; where a rank is done with a stage first, none."""
+    found = [
+        of(Layout(dp=2, pp=2, zero=3, virtual_stages=2, schedule=schedule, micro_batch=1)).gathered
+        for schedule in ("interleaved-1f1b", "looped-bfs")
+    ]
+    assert found[0].forward - found[1].forward == 448 * 4
+
+
 def test_what_zero_pads_of_experts_is_gathered_and_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven ranks divide neither 4 experts nor what is in them: each has one, a gather as much as 7 have."""
     config, layouts = job(MIXTURE), [Layout(dp=dp, zero=3, micro_batch=1) for dp in (4, 7)]

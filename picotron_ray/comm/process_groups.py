@@ -169,7 +169,13 @@ class ProcessGroups:
     def _meet(self) -> None:
         """Wait in the store, where an abort can reach, until every rank is here."""
         assert self._store is not None
-        if self._store.add("arrived", 1) == self.world_size:
+        arrived = self._store.add("arrived", 1)
+        if arrived > self.world_size:  # torch would find the addresses of those before, who are gone
+            raise PeerLostError(
+                f"{self._prefix}: {arrived} ranks have come, {self.world_size} belong to it: a generation of"
+                " this name has been in this store before; begin one of another name"
+            )
+        if arrived == self.world_size:
             self._store.set("all-arrived", "1")
         self._store.wait(["all-arrived"], timedelta(seconds=self._rendezvous_s))
         self.check()

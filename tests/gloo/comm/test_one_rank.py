@@ -210,6 +210,15 @@ def test_a_rank_that_does_not_come_is_missed(store: TCPStore) -> None:
     groups.close()
 
 
+def test_a_name_that_was_in_the_store_before_is_refused(store: TCPStore) -> None:
+    """Its keys hold the addresses of ranks that are gone; a rank that reads one early would wait for them."""
+    ProcessGroups.open("127.0.0.1", store.port, "twice", 0, 1).close()
+    again = ProcessGroups("127.0.0.1", store.port, "twice", 0, 1, timeout_s=20)
+    with pytest.raises(PeerLostError, match=r"during rendezvous: twice: 2 ranks have come, 1 belong"):
+        again.connect()
+    again.close()
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_backend_with_an_abort_of_its_own(
     alone: ProcessGroups, monkeypatch: pytest.MonkeyPatch, hangs: bool

@@ -6,10 +6,12 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from picotron_ray.bench.common.training import EngineTraining, PlainTraining
+from picotron_ray.bench.mfu import real_loop
 from picotron_ray.bench.mfu.peers import peer
 from picotron_ray.bench.mfu.settings import Setting, base_setting
 from picotron_ray.bench.mfu.settings import by_the_loop as by_the_workers_loop
@@ -45,8 +47,10 @@ def by_the_loop(job: Job, overrides: list[str]) -> list[dict[str, Any]]:
     plan = {"settings": [setting.to_dict() for setting in settings], "steps": 3, "warmup": 1, "checkouts": {}}
     place = WorkerPlace(job.rank, job.world_size, torch.device("cpu"))
     runner = Segments({**plan, "slots": str(folder)}, place)
+    term = 10**6 + int(job.prefix.rpartition("-")[2])  # a store of its own has no other generation 1.1
     try:
-        return [runner.run(f"{job.prefix}/{i}", i, phases=False) for i in (0, 1, 1)]
+        with patch.object(real_loop, "TERM", term):
+            return [runner.run(f"{job.prefix}/{i}", i, phases=False) for i in (0, 1, 1)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

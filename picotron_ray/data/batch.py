@@ -1,6 +1,6 @@
 """Batch of one rank in one step, cut from the global batch by the layout alone.
 
-Step k (1-based) feeds the global samples ``(k-1) x B .. k x B``, whatever the layout is. Each DP replica
+A step feeds the rows that the plan says (`data.plan.sample_plan`), whatever the layout is. Each DP replica
 takes a contiguous range of them (``Layout.rows``) and packs it into the same number of micro-batches as
 every other replica. A replica with fewer rows has narrower ones (``Layout.micro_batch_rows``). Rows of weight
 0 fill what is left, so shapes never change within a layout; they are no samples: not counted, not digested.
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -113,19 +114,15 @@ def batch_shape(layout: Layout, dp_index: int, global_batch: int) -> tuple[int, 
     return layout.micro_batches(global_batch), layout.micro_batch_rows(dp_index, global_batch)
 
 
-def make_batch(
-    dataset: Dataset, seed: int, layout: Layout, dp_index: int, global_batch: int, step: int
-) -> StepBatch:
+def make_batch(feed: Feed, layout: Layout, dp_index: int, step: int) -> StepBatch:
     """Make the training batch of one DP replica at ``step`` (1-based)."""
-    first, last = layout.rows(dp_index, global_batch)
-    base = (step - 1) * global_batch
-    samples = samples_between(seed, base + first, base + last, dataset.samples)
-    shape, numbers = batch_shape(layout, dp_index, global_batch), (base + first, base + last)
-    mine, total = dataset.counted(samples), None
+    base, end = feed.plan.numbers(step)
+    first, last = (base + at for at in layout.rows(dp_index, end - base))
+    mine, total = feed.counted(first, last), None
     if mine is not None:  # the masks of all replicas' rows: their sum needs no message
-        every = samples_between(seed, base, base + global_batch, dataset.samples)
-        total = _total(dataset.counted(every))
-    return _pack(step, dataset.rows(samples), numbers, shape, global_batch, mine, total)
+        total = _total(feed.counted(base, end))
+    shape = batch_shape(layout, dp_index, end - base)
+    return _pack(step, feed.rows(first, last), (first, last), shape, end - base, mine, total)
 
 
 def eval_batches(

@@ -11,6 +11,7 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import batch
 from picotron_ray.data.cache import VOCABULARY, byte_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
+from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
 from picotron_ray.data.samples import Dataset, Tokens
 from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.errors import DataError
@@ -26,6 +27,7 @@ class DataSplits:
         fingerprint: 32 hex digits over the tokens of both parts, the sample length and the order: two
             workers (or two launches) with the same one feed the same samples in the same order.
         bigram_entropy: of the held-out tokens, nats per token; the baseline that evaluation is held to.
+        plan: which rows each step feeds.
         global_batch: samples per step, the size of evaluation batches too.
     """
 
@@ -33,7 +35,13 @@ class DataSplits:
     held_out: Dataset
     fingerprint: str
     bigram_entropy: float
+    plan: SamplePlan
     global_batch: int
+
+    @property
+    def feed(self) -> Feed:
+        """Training samples in the order in which the run feeds them."""
+        return Feed(self.train, self.plan)
 
     def eval_batches(self, layout: Layout, dp_index: int, samples: int) -> list[batch.StepBatch]:
         """Cut one DP replica's part of the fixed held-out samples (``data.batch.eval_batches``)."""
@@ -46,7 +54,7 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
     Args:
         data: the config's section.
         model_vocab: ``model.vocab_size``; every token id must be below it.
-        seed: order of samples; part of the fingerprint only.
+        seed: order of samples.
         cache_dir: a folder of this node for token caches, shared by its workers.
 
     Raises:
@@ -76,12 +84,14 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
                 f"data.loss_mask: nothing of the {name} part counts in the loss; give more data, or another"
                 f" data.held_out_fraction than {data.held_out_fraction}"
             )
+    train = Dataset(splits.train, data.sequence_length, train_mask)
     identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
     return DataSplits(
-        train=Dataset(splits.train, data.sequence_length, train_mask),
+        train=train,
         held_out=Dataset(splits.held_out, data.sequence_length, held_mask),
         fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
         bigram_entropy=splits.bigram_entropy,
+        plan=UniformPlan(seed, data.global_batch, train.samples),
         global_batch=data.global_batch,
     )
 

@@ -34,8 +34,8 @@ from picotron_ray.data.batch import token_digest
 from picotron_ray.data.ledger_counts import Feedings, Lines
 from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
+from picotron_ray.data.plan.sample_plan import Feed, SamplePlan
 from picotron_ray.data.samples import Dataset
-from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
 
 
@@ -85,27 +85,25 @@ class LedgerReport:
 class _Audit:
     """State of one check."""
 
+    plan: SamplePlan
     dataset: Dataset | None  # None: what rows say of themselves is taken for true
-    seed: int
-    global_batch: int
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
     unproven: list[int] = field(default_factory=list)  # steps
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
-        return self.dataset.rows(samples_between(self.seed, first, last, self.dataset.samples))
+        return Feed(self.dataset, self.plan).rows(first, last)
 
     def line(self, line: LedgerLine) -> None:
         if line.unproven:
             self.unproven.append(line.step)
             return
-        base = (line.step - 1) * self.global_batch
-        wanted = (base, base + self.global_batch)
+        wanted = self.plan.numbers(line.step)
         if line.samples != wanted:
             self.wrong.append(f"{line.name} says samples {line.samples}, expected {wanted}")
         if self.dataset is not None:
-            tokens = self.global_batch * self.dataset.sequence_length
+            tokens = (wanted[1] - wanted[0]) * self.dataset.sequence_length
             if line.tokens != tokens:
                 self.wrong.append(f"{line.name} says {line.tokens} tokens, expected {tokens}")
         at, replicas = 0, sum(count for *_, count, _ in line.rows)
@@ -115,14 +113,14 @@ class _Audit:
             if not wanted[0] <= first <= last <= wanted[1]:
                 self.wrong.append(f"{name} says rows {first}..{last}, outside of {wanted[0]}..{wanted[1]}")
             elif count == 1:
-                self.group(name, digest, [(first, last)])
+                self.group(name, digest, wanted, [(first, last)])
             else:
-                parts = [self.part(base, index, replicas) for index in range(at, at + count)]
+                parts = [_part(wanted, index, replicas) for index in range(at, at + count)]
                 if each:
                     ends = list(accumulate(each, initial=first))
                     parts = list(pairwise(ends))
                 if (parts[0][0], parts[-1][1]) == (first, last):
-                    self.group(name, digest, parts)
+                    self.group(name, digest, wanted, parts)
                 else:
                     self.wrong.append(
                         f"{name} says rows {first}..{last}, expected {parts[0][0]}..{parts[-1][1]}"
@@ -138,12 +136,7 @@ class _Audit:
         elif not line.passed_over or line.rows or line.tokens:
             self.wrong.append(f"{line.name} was fed, though a rewind passes over it")
 
-    def part(self, base: int, index: int, replicas: int) -> tuple[int, int]:
-        """Rows of one of many replicas in the step whose first sample is ``base``."""
-        first, last = Layout(dp=replicas).rows(index, self.global_batch)
-        return base + first, base + last
-
-    def group(self, name: str, digest: str, parts: Sequence[tuple[int, int]]) -> None:
+    def group(self, name: str, digest: str, step: tuple[int, int], parts: Sequence[tuple[int, int]]) -> None:
         """Check the digest of neighbouring replicas' rows, and count what they really fed."""
         if self.dataset is None:
             self.fed.add(parts[0][0], parts[-1][1])
@@ -157,8 +150,9 @@ class _Audit:
             def shared(own: bytes, index: int = index) -> bytes:
                 return shared_digest([*right[:index], own, *right[index + 1 :]])
 
-            low = max(0, first - self.global_batch)
-            window = self.rows(low, last + self.global_batch)
+            around = step[1] - step[0]
+            low = max(0, first - around)
+            window = self.rows(low, last + around)
             tries = MOST_TRIES // len(parts)
             found = diagnose(window, first - low, last - low, bytes.fromhex(digest), shared, tries)
             if found is not None:
@@ -172,9 +166,8 @@ class _Audit:
 
 def check(
     lines: Iterable[str | Mapping[str, Any]],
+    plan: SamplePlan,
     dataset: Dataset | None,
-    seed: int,
-    global_batch: int,
     resumes: Sequence[tuple[int, int, int]] = (),
     last_step: int | None = None,
     passed: Sequence[range] = (),
@@ -184,15 +177,15 @@ def check(
     Args:
         lines: the ledger's lines, as text or parsed, in any order. Every line counts: the same line
             twice is a repeat.
+        plan: which rows each step feeds.
         dataset: the training samples, built anew from the source. None: only the rows that each step says it
             fed are checked against each other.
-        seed, global_batch: of the run.
         resumes: ``(term, n, resume_step)`` of the generations on the run's lineage. A line of an earlier
             generation and a later step than that is void.
         last_step: the last step that must be there; None: the newest one that is.
         passed: steps that rewinds pass over, as the run's log says.
     """
-    audit = _Audit(dataset, seed, global_batch)
+    audit = _Audit(plan, dataset)
     present, skipped, void = Lines(), set[int](), 0
     unreadable: list[str] = []
     findings: list[tuple[int, int, str]] = []  # step, rank within it, text
@@ -218,18 +211,30 @@ def check(
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
     steps = present.last() if last_step is None else last_step
-    passed_over = global_batch * len({step for each in passed for step in each if step <= steps})
-    samples, feedings = audit.fed.totals(steps * global_batch)
+    passed_over = _rows_of(plan, {step for each in passed for step in each if step <= steps})
+    wanted = plan.numbers(steps)[1] if steps else 0
+    samples, feedings = audit.fed.totals(wanted)
     return LedgerReport(
         steps=steps,
         samples=samples,
-        lost=steps * global_batch - samples - passed_over,
+        lost=wanted - samples - passed_over,
         repeated=feedings - samples,
         void=void,
         wrong=(*unreadable, *map(_missing, present.missing(steps)), *(text for *_, text in findings)),
-        skipped=global_batch * len(skipped),
+        skipped=_rows_of(plan, skipped),
         passed_over=passed_over,
     )
+
+
+def _rows_of(plan: SamplePlan, steps: Iterable[int]) -> int:
+    """Count the rows of some steps."""
+    return sum(last - first for first, last in map(plan.numbers, steps))
+
+
+def _part(step: tuple[int, int], index: int, replicas: int) -> tuple[int, int]:
+    """Rows of one of many replicas in a step of these rows."""
+    first, last = Layout(dp=replicas).rows(index, step[1] - step[0])
+    return step[0] + first, step[0] + last
 
 
 def _fed_again(step: int, generations: Sequence[tuple[int, int]]) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from picotron_ray.data.batch import StepBatch, make_batch
-from picotron_ray.data.samples import Dataset
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.layout.layout import Layout
 
 POLL_S = 0.1
@@ -25,10 +25,8 @@ class BatchLoader:
     """Prefetcher of the batches of one DP replica, in step order.
 
     Args:
-        dataset: the training samples.
-        seed: order of samples.
+        feed: the training samples in their order.
         layout, dp_index: which rows this replica feeds.
-        global_batch: samples per step over all replicas.
         start_step: the step whose state training goes on from; the first batch is ``start_step + 1``.
         depth: batches kept ready.
         passes_over: whether a step has no batch, as a rewind passes over it.
@@ -39,18 +37,16 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        feed: Feed,
         *,
-        seed: int,
         layout: Layout,
         dp_index: int,
-        global_batch: int,
         start_step: int,
         depth: int,
         passes_over: Callable[[int], bool] = lambda step: False,
-        make: Callable[[Dataset, int, Layout, int, int, int], StepBatch] = make_batch,
+        make: Callable[[Feed, Layout, int, int], StepBatch] = make_batch,
     ) -> None:
-        self._make = lambda step: make(dataset, seed, layout, dp_index, global_batch, step)
+        self._make = lambda step: make(feed, layout, dp_index, step)
         self._passes_over = passes_over
         self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()

@@ -53,7 +53,7 @@ def test_a_killed_rank(devices: Devices, pool: Pool, tmp_path: Path, name: str) 
     assert run.last.resume_step > 0, "from the snapshots, not from the beginning"
     assert losses(run.ledger()) == pytest.approx(losses(alone.ledger()), rel=1e-9)
     splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(run.ledger(), splits.train, run.job.seed, BATCH)
+    report = check(run.ledger(), splits.plan, splits.train)
     assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
 
 

@@ -45,6 +45,7 @@ from picotron_ray.comm.process_groups import ProcessGroups
 from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import PeerLostError, PicotronError
 from picotron_ray.planner.peaks import known_peak, rated_precision
@@ -212,11 +213,9 @@ class Segments:
 def _loader(setting: Setting, rank: int, dataset: Dataset) -> BatchLoader:
     job, layout = setting.job, setting.layout
     return BatchLoader(
-        dataset,
-        seed=job.seed,
+        Feed.uniform(dataset, job.seed, job.data.global_batch),
         layout=layout,
         dp_index=layout.coordinates(rank).dp,
-        global_batch=job.data.global_batch,
         start_step=0,
         depth=job.data.prefetch_steps,
     )

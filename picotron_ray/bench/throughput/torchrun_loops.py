@@ -28,7 +28,7 @@ from picotron_ray.bench.recovery.peers.replica import Replica
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
-from picotron_ray.data.samples import Dataset
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.layout.layout import Layout
 from picotron_ray.parallel.mesh import make_mesh
 from picotron_ray.runtime.ray_cluster.names import cache_folder
@@ -41,14 +41,14 @@ def engine_steps(job: JobConfig, layout: Layout, rank: int) -> Iterator[int]:
     """Train; yields the number of every finished step."""
     engine = Engine(job, make_mesh(layout, rank, "cpu", timedelta(minutes=5)), torch.device("cpu"))
     training = EngineTraining(engine)
-    dataset = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).train
-    return _steps(training, _loader(job, layout, rank, dataset))
+    feed = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder()).feed
+    return _steps(training, _loader(job, layout, rank, feed))
 
 
 def plain_steps(job: JobConfig, layout: Layout, rank: int) -> Iterator[int]:
     """Train; yields the number of every finished step."""
     replica = Replica(job, rank, layout.dp, cache_folder())
-    return _steps(PlainTraining(replica), _loader(job, layout, rank, replica.data))
+    return _steps(PlainTraining(replica), _loader(job, layout, rank, replica.feed))
 
 
 def _steps(training: Training, loader: BatchLoader) -> Iterator[int]:
@@ -59,16 +59,8 @@ def _steps(training: Training, loader: BatchLoader) -> Iterator[int]:
         yield step
 
 
-def _loader(job: JobConfig, layout: Layout, rank: int, dataset: Dataset) -> BatchLoader:
-    return BatchLoader(
-        dataset,
-        seed=job.seed,
-        layout=layout,
-        dp_index=rank,
-        global_batch=job.data.global_batch,
-        start_step=0,
-        depth=job.data.prefetch_steps,
-    )
+def _loader(job: JobConfig, layout: Layout, rank: int, feed: Feed) -> BatchLoader:
+    return BatchLoader(feed, layout=layout, dp_index=rank, start_step=0, depth=job.data.prefetch_steps)
 
 
 def main(which: str, job_file: str, counter_file: str) -> None:

@@ -182,9 +182,8 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
     manifest = good.manifest
     report = check(
         stream_ledger(storage, good.manifest),
+        data.plan,
         data.train,
-        job.seed,
-        job.data.global_batch,
         last_step=manifest.step,
         passed=[rewind.passed for rewind in _writer(log, manifest.term, manifest.n).rewinds],
     )

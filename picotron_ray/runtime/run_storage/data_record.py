@@ -14,6 +14,7 @@ from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
+from picotron_ray.data.plan.sample_plan import UniformPlan
 from picotron_ray.data.samples import Dataset
 from picotron_ray.errors import AlreadyExistsError, DataError, NotFoundError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
@@ -105,7 +106,8 @@ def ledger_figures(
     short = samples * job.data.sequence_length <= MOST_TOKENS and samples <= MOST_SAMPLES
     dataset = _samples(job, expected) if short else None
     tally = _Tally(lines)
-    report = check(tally, dataset, job.seed, job.data.global_batch, passed=passed)
+    plan = UniformPlan(job.seed, job.data.global_batch, dataset.samples if dataset else 0)
+    report = check(tally, plan, dataset, passed=passed)
     for line in report.wrong[:MOST_WRONG]:
         log.error("ledger: %s", line)
     ledger = {

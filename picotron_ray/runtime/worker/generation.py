@@ -163,11 +163,9 @@ class GenerationRun:
         if policy := self._engine.adapt(eval_batches):
             tell(spec, self.rank, policy_words(self._job.precision, policy))
         self._loader = BatchLoader(
-            resources.data.train,
-            seed=self._job.seed,
+            resources.data.feed,
             layout=spec.layout,
             dp_index=at.dp,
-            global_batch=self._job.data.global_batch,
             start_step=spec.resume_step,
             depth=self._job.data.prefetch_steps,
             passes_over=spec.passes_over,

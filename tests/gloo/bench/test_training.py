@@ -96,11 +96,11 @@ def test_a_replica_is_an_equal_share_under_the_jobs_settings(monkeypatch: pytest
     job = load_job("tiny", ["optimizer.weight_decay=0.5", "optimizer.decay_embeddings=false"])
     asked: list[Any] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(replicas, "build_dataset", lambda *arguments: SimpleNamespace(train=arguments))
+    monkeypatch.setattr(replicas, "build_dataset", lambda *arguments: SimpleNamespace(feed=arguments))
     replica = Replica(job, 1, 4, Path("cache"))
     assert asked == [1]
     assert replica.layout == Layout(dp=4, micro_batch=2)
-    assert replica.data == (job.data, job.model.vocab_size, job.seed, Path("cache"))
+    assert replica.feed == (job.data, job.model.vocab_size, job.seed, Path("cache"))
     groups = replica.optimizer.param_groups
     assert [(group["weight_decay"], group["fused"]) for group in groups] == [(0.5, True), (0.0, True)]
     parameters = list(replica.model.parameters())

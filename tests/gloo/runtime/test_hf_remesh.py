@@ -22,6 +22,7 @@ from picotron_ray.config.validation.layout import layout_problems
 from picotron_ray.coordinator.messages import GenerationId, Source
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.finetune import LORA_A
 from picotron_ray.models.layers.init import initial_value
@@ -113,7 +114,7 @@ def train(model: Any, job: JobConfig, folder: Path) -> Any:
     averaged = deepcopy(model)
     parameters, averages = trained(model), trained(averaged)
     for step in range(1, STEPS + 1):
-        batch = make_batch(samples, job.seed, Layout(micro_batch=BATCH), 0, BATCH, step)
+        batch = make_batch(Feed.uniform(samples, job.seed, BATCH), Layout(micro_batch=BATCH), 0, step)
         rows = torch.from_numpy(batch.tokens).flatten(0, 1)
         logits = model(rows[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

@@ -107,7 +107,7 @@ def test_a_kill_between_two_layouts(
     lines = run.ledger()
     assert losses(lines) == pytest.approx(expected[kind], rel=1e-9)
     splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(lines, splits.train, run.job.seed, BATCH)
+    report = check(lines, splits.plan, splits.train)
     assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
 
 

@@ -20,7 +20,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.model_sizes import stage_bounds
 from picotron_ray.runtime.run_storage.run_store import RunStore
 from tests.gloo.runtime.test_hf_remesh import claim
-from tests.gloo.runtime.test_remesh import BATCH, STEPS, job_of, uninterrupted
+from tests.gloo.runtime.test_remesh import STEPS, job_of, uninterrupted
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, losses, slots_in
 
@@ -55,7 +55,7 @@ def holds(run: Run, folder: Path, wanted: list[float], committed: Sequence[str] 
     lines = [*committed, *run.ledger()]
     assert losses(lines) == pytest.approx(wanted, rel=1e-9)
     splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, folder)
-    report = check(lines, splits.train, run.job.seed, BATCH)
+    report = check(lines, splits.plan, splits.train)
     assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
 
 

@@ -204,7 +204,7 @@ def test_a_bad_step_is_in_the_ledger_and_the_limit_outlives_a_recovery(pool: Poo
         assert part in outcomes[0].detail
     ledger = max((header for _, header in list_slots(tmp_path)), key=lambda header: header.step).ledger
     data = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 4)])
+    report = check(ledger, data.plan, data.train, [(run.term, 2, 4)])
     assert (report.ok, report.steps, report.samples, report.skipped) == (True, 6, 60, BATCH)
     assert run.all_finite()
     (tmp_path / "calm").mkdir()
@@ -230,7 +230,14 @@ def test_a_rewound_run_is_one_that_never_fed_the_samples(pool: Pool, tmp_path: P
     assert [worker.receive().kind for worker in workers] == ["finished"] * 2
     newest = max((header for _, header in list_slots(tmp_path)), key=lambda header: (header.step, header.n))
     data = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(newest.ledger, data.train, run.job.seed, BATCH, [(run.term, 2, 4)], 8, [range(5, 7)])
+    report = check(
+        newest.ledger,
+        data.plan,
+        data.train,
+        [(run.term, 2, 4)],
+        8,
+        [range(5, 7)],
+    )
     assert report.wrong == ()
     assert (report.ok, report.samples, report.passed_over, report.skipped) == (True, 60, 2 * BATCH, 0)
     assert newest.extra["update_policy"]["skipped"] == 2, "the optimizer's bias correction knows"

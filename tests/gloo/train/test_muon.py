@@ -14,6 +14,7 @@ from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.layout.shards import Box
@@ -191,7 +192,7 @@ def losses(optimizer: str, cache: Path) -> list[float]:
     engine.initialise(0)
     found = []
     for step in range(1, steps + 1):
-        feed = make_batch(train, job.seed, engine.layout, 0, rows, step)
+        feed = make_batch(Feed.uniform(train, job.seed, rows), engine.layout, 0, step)
         found.append(float(engine.forward_backward(feed)) / feed.global_tokens)
         engine.reduce()
         engine.clip()

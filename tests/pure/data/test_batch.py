@@ -13,6 +13,7 @@ import xxhash
 from picotron_ray.data import loader as data_loader
 from picotron_ray.data.batch import StepBatch, eval_batches, make_batch
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -44,7 +45,7 @@ def test_samples_share_one_token_and_cover_the_stream() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_feeds_the_same_global_batch(layout: Layout) -> None:
     for batch_size, step in itertools.product((4, 7, 12), (1, 5, 6)):
-        parts = [make_batch(DATA, 9, layout, i, batch_size, step) for i in range(layout.dp)]
+        parts = [make_batch(Feed.uniform(DATA, 9, batch_size), layout, i, step) for i in range(layout.dp)]
         fed = np.concatenate([real_rows(part) for part in parts])
         first = (step - 1) * batch_size
         assert np.array_equal(fed, DATA.rows(samples_between(9, first, first + batch_size, DATA.samples)))
@@ -83,11 +84,9 @@ def test_evaluation_samples_do_not_depend_on_the_layout(layout: Layout, samples:
 
 def loader(start: int = 0, depth: int = 2, **more: object) -> BatchLoader:
     return BatchLoader(
-        DATA,
-        seed=1,
+        Feed.uniform(DATA, 1, 6),
         layout=Layout(dp=2),
         dp_index=1,
-        global_batch=6,
         start_step=start,
         depth=depth,
         **more,  # type: ignore[arg-type]
@@ -98,7 +97,7 @@ def test_loader_goes_on_after_the_step_it_starts_from() -> None:
     ahead = loader(start=10)
     assert ahead._thread.daemon  # a worker that ends without closing it is not held up
     for step in range(11, 20):
-        batch, wanted = ahead.next(), make_batch(DATA, 1, Layout(dp=2), 1, 6, step)
+        batch, wanted = ahead.next(), make_batch(Feed.uniform(DATA, 1, 6), Layout(dp=2), 1, step)
         assert batch.step == step
         assert np.array_equal(batch.tokens, wanted.tokens)
     ahead.close()
@@ -189,8 +188,8 @@ def test_close_releases_a_waiting_caller_and_leaves_no_thread() -> None:
 def test_masks_are_those_of_the_targets_and_every_replica_knows_their_number() -> None:
     mask = np.random.default_rng(5).integers(0, 2, len(DATA.tokens)).astype(np.uint8)
     masked, layout = Dataset(DATA.tokens, SEQ, mask), Layout(dp=3, micro_batch=2)
-    parts = [make_batch(masked, 1, layout, index, 7, 2) for index in range(3)]
-    plain = [make_batch(DATA, 1, layout, index, 7, 2) for index in range(3)]
+    parts = [make_batch(Feed.uniform(masked, 1, 7), layout, index, 2) for index in range(3)]
+    plain = [make_batch(Feed.uniform(DATA, 1, 7), layout, index, 2) for index in range(3)]
     found = np.concatenate([part.counted[part.weights > 0] for part in parts if part.counted is not None])
     samples = samples_between(1, 7, 14, DATA.samples)
     expected = np.stack([mask[int(s) * SEQ + 1 : int(s) * SEQ + 1 + SEQ] for s in samples])
@@ -200,7 +199,7 @@ def test_masks_are_those_of_the_targets_and_every_replica_knows_their_number() -
     assert [part.digest for part in parts] == [part.digest for part in plain]
     assert all(not part.counted[part.weights == 0].any() for part in parts if part.counted is not None)
     none = Dataset(DATA.tokens, SEQ, np.zeros_like(mask))
-    assert make_batch(none, 1, layout, 0, 7, 2).loss_tokens == 1, "nothing to divide by"
+    assert make_batch(Feed.uniform(none, 1, 7), layout, 0, 2).loss_tokens == 1, "nothing to divide by"
     held = eval_batches(masked, layout, 1, 5, 7)
     assert sum(part.loss_tokens for part in held) <= 5 * SEQ
     assert all(part.counted is not None for part in held)

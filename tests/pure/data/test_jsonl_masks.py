@@ -14,6 +14,7 @@ from picotron_ray.config.schema.data import END_OF_DOCUMENT, DataConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
 
@@ -153,8 +154,8 @@ def test_a_resumed_run_feeds_the_same_rows_with_the_same_masks(tmp_path: Path) -
         samples = opened(data, tmp_path / cache).train
         found: list[list[StepBatch]] = []
         for index in range(dp):
-            given: dict[str, Any] = {"seed": 3, "layout": Layout(dp=dp, micro_batch=2), "dp_index": index}
-            loader = BatchLoader(samples, **given, global_batch=6, start_step=start, depth=2)
+            given: dict[str, Any] = {"layout": Layout(dp=dp, micro_batch=2), "dp_index": index}
+            loader = BatchLoader(Feed.uniform(samples, 3, 6), **given, start_step=start, depth=2)
             found.append([loader.next() for _ in range(start, 9)])
             loader.close()
         return [joined(parts) for parts in zip(*found, strict=True)]

@@ -14,6 +14,7 @@ from picotron_ray.data.batch import make_batch, token_digest
 from picotron_ray.data.ledger import LedgerReport, check
 from picotron_ray.data.ledger_diagnosis import _deviations, diagnose
 from picotron_ray.data.ledger_line import line_rows
+from picotron_ray.data.plan.sample_plan import Feed, UniformPlan
 from picotron_ray.data.samples import Dataset
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
@@ -24,7 +25,7 @@ DATA = Dataset(np.random.default_rng(1).integers(0, 256, 37 * SEQ + 1).astype("<
 
 def line(step: int, dp: int = 3, term: int = 1, n: int = 1) -> dict[str, Any]:
     """The line that a right run of ``dp`` replicas writes, its digests from the batches themselves."""
-    parts = [make_batch(DATA, SEED, Layout(dp=dp), i, BATCH, step) for i in range(dp)]
+    parts = [make_batch(Feed.uniform(DATA, SEED, BATCH), Layout(dp=dp), i, step) for i in range(dp)]
     return {
         "step": step,
         "term": term,
@@ -43,7 +44,7 @@ def fed(numbers: list[int]) -> str:
 
 
 def run(lines: list[Any], **more: Any) -> LedgerReport:
-    return check(lines, DATA, SEED, BATCH, **more)
+    return check(lines, UniformPlan(SEED, BATCH, DATA.samples), DATA, **more)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def wide(
     step: int, fed_by: dict[int, list[int]] | None = None, layout: Layout = MANY, batch: int = 90
 ) -> dict[str, Any]:
     """A line of many replicas; ``fed_by``: what one of them fed instead of its rows."""
-    parts = [make_batch(DATA, SEED, layout, i, batch, step) for i in range(layout.dp)]
+    parts = [make_batch(Feed.uniform(DATA, SEED, batch), layout, i, step) for i in range(layout.dp)]
     rows = [(*part.rows, part.digest.hex()) for part in parts]
     for replica, numbers in (fed_by or {}).items():
         rows[replica] = (*rows[replica][:2], fed(numbers))
@@ -117,7 +118,7 @@ def wide(
 
 
 def check_wide(lines: list[dict[str, Any]]) -> LedgerReport:
-    return check(lines, DATA, SEED, 90)
+    return check(lines, UniformPlan(SEED, 90, DATA.samples), DATA)
 
 
 def test_a_line_has_the_same_length_at_any_size() -> None:
@@ -239,11 +240,11 @@ def test_sample_fed_beyond_the_end_makes_up_for_nothing(ledger: list[dict[str, A
 def test_one_changed_token_is_found(ledger: list[dict[str, Any]]) -> None:
     other = Dataset(DATA.tokens.copy(), SEQ)
     other.tokens[20] ^= 1
-    report = check(ledger, other, SEED, BATCH)
+    report = check(ledger, UniformPlan(SEED, BATCH, other.samples), other)
     assert not report.ok
     # sample 3 lies in each of the epochs; its rows are proven no more
     assert len(report.wrong) >= 3
-    assert check(ledger, DATA, SEED + 1, BATCH).lost > 0
+    assert check(ledger, UniformPlan(SEED + 1, BATCH, DATA.samples), DATA).lost > 0
 
 
 def test_missing_and_repeated_lines(ledger: list[dict[str, Any]]) -> None:

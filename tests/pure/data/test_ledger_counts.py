@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron_ray.data.ledger import check
+from picotron_ray.data.plan.sample_plan import UniformPlan
 
 BATCH = 6
 DIGEST = "0" * 32
@@ -63,7 +64,7 @@ def test_intervals_count_what_counting_one_by_one_finds(
     fed = Counter(
         number for each in inside for first, last, _ in each["rows"] for number in range(first, last)
     )
-    report = check(iter(lines), None, 0, BATCH, resumes, last_step)
+    report = check(iter(lines), UniformPlan(0, BATCH, 0), None, resumes, last_step)
     assert (report.steps, report.samples, report.void) == (steps, len(fed), len(lines) - len(valid))
     assert (report.lost, report.repeated) == (steps * BATCH - len(fed), fed.total() - len(fed))
     assert report.skipped == BATCH * len({each["step"] for each in inside if "skipped" in each})
@@ -102,7 +103,9 @@ def long_ledger(steps: int, batch: int, one_in: int) -> Iterator[dict[str, Any]]
 def peak_bytes(steps: int, batch: int) -> int:
     tracemalloc.start()
     try:
-        report = check(long_ledger(steps, batch, steps // 12), None, 0, batch, last_step=steps)
+        report = check(
+            long_ledger(steps, batch, steps // 12), UniformPlan(0, batch, 0), None, last_step=steps
+        )
         assert (report.lost, report.repeated, report.skipped) == (batch * 4, batch * 4, batch * 4)
         return tracemalloc.get_traced_memory()[1]
     finally:

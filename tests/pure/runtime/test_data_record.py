@@ -14,6 +14,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.dataset import DataSplits, build_dataset
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.errors import ConfigError, DataError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver import storage_commands
@@ -55,9 +56,9 @@ def opened(job: JobConfig) -> DataSplits:
 
 def lines(job: JobConfig) -> list[dict[str, Any]]:
     data = opened(job).train
-    found = []
+    found, feed = [], Feed.uniform(data, job.seed, BATCH)
     for step in range(1, STEPS + 1):
-        parts = [make_batch(data, job.seed, Layout(dp=2), index, BATCH, step) for index in range(2)]
+        parts = [make_batch(feed, Layout(dp=2), index, step) for index in range(2)]
         rows = [[*part.rows, part.digest.hex()] for part in parts]
         samples = [(step - 1) * BATCH, step * BATCH]
         found.append(
@@ -116,7 +117,7 @@ def test_the_summary_counts_what_the_digests_prove(job: JobConfig) -> None:
     figures = ledger_figures(job, [passed_over, *good[1:]], STEPS, data.fingerprint, [range(1, 2)])
     assert (figures["first_loss"], figures["ledger"]["passed_over"]) == (1.0, BATCH)
     assert ledger_figures(job, (), 0, data.fingerprint)["final_loss"] is None
-    batch = make_batch(data.train, job.seed, Layout(dp=2), 0, BATCH, 2)
+    batch = make_batch(Feed.uniform(data.train, job.seed, BATCH), Layout(dp=2), 0, 2)
     good[2]["rows"][0][2] = batch.digest.hex()  # step 3 fed step 2's samples again, and says that it did not
     found = ledger_figures(job, good, STEPS, data.fingerprint)["ledger"]
     assert (found["lost"], found["samples"]) == (4, STEPS * BATCH - 4)

@@ -17,6 +17,7 @@ from picotron_ray.checkpoint.store.manifest import Manifest, Segment
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
 from picotron_ray.data.batch import make_batch
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.driver.storage_commands import list_commits, verify_commits, verify_ledger
 from picotron_ray.runtime.run_storage import data_record
@@ -70,7 +71,7 @@ def committed(job: JobConfig, steps: int) -> RunStore:
 
 
 def line(job: JobConfig, data: Any, step: int) -> dict[str, Any]:
-    part = make_batch(data, job.seed, Layout(), 0, BATCH, step)
+    part = make_batch(Feed.uniform(data, job.seed, BATCH), Layout(), 0, step)
     samples = [(step - 1) * BATCH, step * BATCH]
     rows = [[*part.rows, part.digest.hex()]]
     return {"step": step, "term": 1, "n": 1, "samples": samples, "rows": rows, "tokens": BATCH * SEQ,

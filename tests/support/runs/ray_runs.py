@@ -138,6 +138,7 @@ def in_one_process(job: JobConfig) -> list[float]:
 
     from picotron_ray.data.batch import make_batch
     from picotron_ray.data.dataset import build_dataset
+    from picotron_ray.data.plan.sample_plan import Feed
     from picotron_ray.layout.layout import Layout
     from picotron_ray.runtime.ray_cluster.names import cache_folder
     from picotron_ray.train.engine import build_engine
@@ -149,7 +150,7 @@ def in_one_process(job: JobConfig) -> list[float]:
     engine.initialise(job.seed)
     found = []
     for step in range(1, job.steps + 1):
-        batch = make_batch(data, job.seed, layout, 0, job.data.global_batch, step)
+        batch = make_batch(Feed.uniform(data, job.seed, job.data.global_batch), layout, 0, step)
         found.append(float(engine.gradients_of(batch)[0]) / batch.global_tokens)
         engine.optimizer_step(learning_rate(job.optimizer, step, job.steps))
     engine.close()
@@ -163,7 +164,7 @@ def check_ledger(job: JobConfig) -> None:
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     splits = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
-    report = check(ledger(job), splits.train, job.seed, job.data.global_batch)
+    report = check(ledger(job), splits.plan, splits.train)
     assert (report.lost, report.repeated, report.wrong) == (0, 0, ()), report
 
 

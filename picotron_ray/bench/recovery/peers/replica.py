@@ -53,7 +53,7 @@ class Replica:
         self.rank = rank
         self.device = device
         self.layout = Layout(dp=world, micro_batch=micro_batch or job.data.global_batch // world)
-        self.data = build_dataset(job.data, job.model.vocab_size, job.seed, cache).train
+        self.feed = build_dataset(job.data, job.model.vocab_size, job.seed, cache).feed
         self.model = Transformer(job.model).to(device, master_dtype(job))
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -83,7 +83,7 @@ class Replica:
 
     def batch(self, step: int) -> StepBatch:
         """This replica's rows of global step ``step`` (1-based)."""
-        return make_batch(self.data, self.job.seed, self.layout, self.rank, self.job.data.global_batch, step)
+        return make_batch(self.feed, self.layout, self.rank, step)
 
     def loss(self, model: nn.Module, batch: StepBatch, micro_batch: int = 0) -> Tensor:
         """One micro-batch's share of the replica's mean token loss.

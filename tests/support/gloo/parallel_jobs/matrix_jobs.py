@@ -122,7 +122,7 @@ def batch(job: JobConfig, layout: Layout, dp_index: int, step: int) -> StepBatch
     if job.data.source == "jsonl":
         assert job.data.path is not None
         samples = build_dataset(job.data, job.model.vocab_size, job.seed, Path(job.data.path).with_suffix(""))
-        return make_batch(samples.train, job.seed, layout, dp_index, job.data.global_batch, step)
+        return make_batch(samples.feed, layout, dp_index, step)
     size, length, vocabulary = job.data.global_batch, job.data.sequence_length, job.model.vocab_size
     rows = np.random.default_rng(step).integers(0, vocabulary, (size, length + 1))
     first, last = layout.rows(dp_index, size)

@@ -17,6 +17,7 @@ from picotron_ray.bench.mfu.settings import Setting, base_setting
 from picotron_ray.bench.mfu.settings import by_the_loop as by_the_workers_loop
 from picotron_ray.bench.mfu.worker import Segments, WorkerPlace
 from picotron_ray.data.batch import make_batch
+from picotron_ray.data.plan.sample_plan import Feed
 from tests.support.gloo.pool import Job
 
 
@@ -70,11 +71,10 @@ def beside_the_engine(job: Job, overrides: list[str]) -> dict[str, Any]:
             training = runner._training(setting, groups)
             phases: list[str] = []
             losses = []
+            feed = Feed.uniform(runner._data, base.job.seed, base.job.data.global_batch)
             for step in range(1, 4):
                 dp_index = base.layout.coordinates(job.rank).dp
-                batch = make_batch(
-                    runner._data, base.job.seed, base.layout, dp_index, base.job.data.global_batch, step
-                )
+                batch = make_batch(feed, base.layout, dp_index, step)
                 losses.append(float(training.step(batch, phases.append)) / batch.global_tokens)
             if isinstance(training, EngineTraining):
                 engine = training._engine

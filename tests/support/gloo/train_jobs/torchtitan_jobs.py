@@ -50,7 +50,7 @@ def apart(job: Job, checkout: str, overrides: list[str], device: torch.device = 
         for step in range(1, STEPS + 1):
             loss = _our_step(ours, step)
             dp_index = layout.coordinates(job.rank).dp
-            batch = make_batch(ours.data, config.seed, layout, dp_index, config.data.global_batch, step)
+            batch = make_batch(ours.feed, layout, dp_index, step)
             share = training.step(batch) / layout.tp
             dist.all_reduce(share)
             found["loss"] = max(found["loss"], abs(loss - float(share)))
@@ -72,7 +72,7 @@ def flex_loss_apart(job: Job, checkout: str, overrides: list[str]) -> float:
     os.environ.update(MASTER_ADDR=job.host, MASTER_PORT=str(job.port))
     base = base_setting("tiny", overrides, job.world_size, "cpu")
     ours = Replica(base.job, 0, 1, cache_folder())
-    batch = make_batch(ours.data, base.job.seed, base.layout, 0, base.job.data.global_batch, 1)
+    batch = make_batch(ours.feed, base.layout, 0, 1)
     with (
         WorkerPlace(job.rank, job.world_size, CPU).groups(f"{job.prefix}/flex", True),
         mock.patch.object(torchtitan, "_rows_apart", return_value=FlexAttention.Config()),

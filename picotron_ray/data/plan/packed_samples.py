@@ -1,0 +1,74 @@
+"""Samples that are rows of whole documents: what packing made, read from the token stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from picotron_ray.data.plan.packing import PackedRows, Pieces
+from picotron_ray.data.samples import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """Samples of packed documents. Each begins anew: its first token is no target, and padding is none.
+
+    Fields:
+        tokens: the stream, usually memory-mapped.
+        sequence_length: predicted tokens of a row; a row holds one more.
+        pieces, packed: which stretches of the stream stand in which row.
+        padding: token id behind the last piece of a row.
+        mask: one byte per token of the stream, 1 where it counts as a target; None: all do.
+    """
+
+    tokens: Tokens
+    sequence_length: int
+    pieces: Pieces
+    packed: PackedRows
+    padding: int
+    mask: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.packed)
+
+    def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
+        out = np.full((len(samples), self.sequence_length + 1), self.padding, np.int64)
+        for row, sample in enumerate(samples.tolist()):
+            at = 0
+            for start, length in self._stretches(sample):
+                out[row, at : at + length] = self.tokens[start : start + length]
+                at += length
+        return out
+
+    def counted(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Mask of the targets that count in the given samples, ``[len(samples), sequence_length]``."""
+        out = np.zeros((len(samples), self.sequence_length), np.bool_)
+        for row, sample in enumerate(samples.tolist()):
+            at = 0
+            for start, length in self._stretches(sample):
+                mine = slice(at, at + length - 1)  # the target in place i is the row's token i + 1
+                out[row, mine] = True if self.mask is None else self.mask[start + 1 : start + length]
+                at += length
+        return out
+
+    def documents(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Number of each input's piece within its row, ``[len(samples), sequence_length]``; padding's follows."""
+        out = np.empty((len(samples), self.sequence_length), np.int32)
+        for row, sample in enumerate(samples.tolist()):
+            at = number = 0
+            for _, length in self._stretches(sample):
+                out[row, at : at + length] = number
+                at, number = at + length, number + 1
+            out[row, at:] = number
+        return out
+
+    def _stretches(self, sample: int) -> list[tuple[int, int]]:
+        """Start and length of a row's pieces."""
+        mine = self.packed.row(sample)
+        starts, lengths = self.pieces.starts[mine], self.pieces.lengths[mine]
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))

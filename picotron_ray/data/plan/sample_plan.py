@@ -1,0 +1,76 @@
+"""Plan of a run's samples: which rows each step feeds, as a pure function of the config, seed and step.
+
+Rows have global numbers, counted from the start of the run. Whoever knows the plan knows what any row holds,
+without the rows before it: ranks of any layout, a run that goes on, and the ledger's check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from picotron_ray.data.samples import Dataset
+from picotron_ray.data.shuffle import Index, samples_between
+
+
+class SamplePlan(Protocol):
+    """Order of samples. Equal plans feed equal rows."""
+
+    def numbers(self, step: int) -> tuple[int, int]:
+        """Return the half-open range of global row numbers that ``step`` (1-based) feeds."""
+
+    def samples(self, first: int, last: int) -> Index:
+        """Return the dataset's samples in the rows ``first .. last`` (half-open), int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniformPlan:
+    """Order version 1: each epoch a permutation of all samples (`data.shuffle`), so many of them a step.
+
+    Fields:
+        seed: of the permutations.
+        global_batch: rows of a step.
+        count: samples of one epoch; 0 where only rows are numbered.
+
+    >>> plan = UniformPlan(seed=0, global_batch=4, count=6)
+    >>> plan.numbers(2)
+    (4, 8)
+    >>> sorted(plan.samples(0, 6).tolist())
+    [0, 1, 2, 3, 4, 5]
+    """
+
+    seed: int
+    global_batch: int
+    count: int
+
+    def numbers(self, step: int) -> tuple[int, int]:
+        """Return the half-open range of global row numbers that ``step`` (1-based) feeds."""
+        return (step - 1) * self.global_batch, step * self.global_batch
+
+    def samples(self, first: int, last: int) -> Index:
+        """Return the dataset's samples in the rows ``first .. last`` (half-open), int64."""
+        return samples_between(self.seed, first, last, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Samples of a run in the order in which it feeds them."""
+
+    dataset: Dataset
+    plan: SamplePlan
+
+    @classmethod
+    def uniform(cls, dataset: Dataset, seed: int, global_batch: int) -> Feed:
+        """Feed all of a dataset in each epoch, shuffled (`UniformPlan`)."""
+        return cls(dataset, UniformPlan(seed, global_batch, dataset.samples))
+
+    def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Read the tokens of rows: int64 ``[last - first, sequence_length + 1]``."""
+        return self.dataset.rows(self.plan.samples(first, last))
+
+    def counted(self, first: int, last: int) -> npt.NDArray[np.bool_] | None:
+        """Read the mask of targets that count: ``[last - first, sequence_length]``; None: all do."""
+        return self.dataset.counted(self.plan.samples(first, last))

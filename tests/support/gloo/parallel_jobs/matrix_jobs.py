@@ -205,11 +205,15 @@ def train(job: JobConfig, layout: Layout, rank: int, groups: Any, device: torch.
             averaged = job.evaluate.weights == "ema"
             result.evaluation = engine.evaluate([batch(job, layout, dp_index, 100)], averaged)
         feed = batch(job, layout, dp_index, step)
-        result.loss.append(float(engine.forward_backward(feed, result.phases.append)))
-        engine.reduce(result.phases.append)
-        if step == 1:
-            result.gradients = pieces(engine.gradients())
-        result.norm.append(float(engine.clip(result.phases.append)))
+
+        def hear(phase: str, first: bool = step == 1) -> None:
+            result.phases.append(phase)
+            if first and phase == "clip":
+                result.gradients = pieces(engine.gradients())
+
+        loss, norm = engine.gradients_of(feed, hear)
+        result.loss.append(float(loss))
+        result.norm.append(float(norm))
         engine.optimizer_step(job.optimizer.learning_rate)
     result.stable = before == [address(item) for item in engine.state()]
     result.state = pieces(engine.state())

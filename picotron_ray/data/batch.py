@@ -8,17 +8,19 @@ every other replica. A replica with fewer rows has narrower ones (``Layout.micro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from picotron_ray.data.plan.sample_plan import Feed
-from picotron_ray.data.samples import Dataset
+from picotron_ray.data.samples import Samples
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
 
+_Value = TypeVar("_Value", bound=np.generic)
 EVALUATION_SEED = 0  # held-out samples are the same ones whatever the run's seed is
 
 
@@ -31,11 +33,14 @@ class StepBatch:
         tokens: int64 ``[micro_batches, rows, sequence_length + 1]``; inputs are all but the last
             token of a row, targets all but the first.
         weights: float64 ``[micro_batches, rows]``; 1 for a real row, 0 for a filler.
-        global_tokens: predicted tokens of the whole step over all replicas.
+        global_tokens: predicted tokens of the whole step over all replicas, padding left out.
         rows: half-open range of global sample numbers that this replica feeds.
         digest: xxh3_128 of the real rows' tokens as little-endian uint32, in order.
         counted: mask of the targets that count, ``[micro_batches, rows, sequence_length]``; None: all do.
         global_counted: how many count in the whole step over all replicas; None: all do.
+        documents: number of each input's document within its row, ``[micro_batches, rows, sequence_length]``
+            int32; None: the tokens say, or nobody asks.
+        tokens_until: tokens of the run up to the end of this step (`Feed.tokens_until`).
     """
 
     step: int
@@ -46,6 +51,8 @@ class StepBatch:
     digest: bytes
     counted: npt.NDArray[np.bool_] | None = None
     global_counted: int | None = None
+    documents: npt.NDArray[np.int32] | None = None
+    tokens_until: int = 0
 
     @property
     def loss_tokens(self) -> int:
@@ -74,39 +81,34 @@ def token_digest(rows: npt.NDArray[np.int64]) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(rows, dtype="<u4").data)
 
 
-def _pack(
+def _batch(
     step: int,
-    rows: npt.NDArray[np.int64],
+    dataset: Samples,
+    samples: npt.NDArray[np.int64],
     numbers: tuple[int, int],
     shape: tuple[int, int],
-    global_samples: int,
-    counted: npt.NDArray[np.bool_] | None = None,
-    global_counted: int | None = None,
+    totals: tuple[int, int | None],
 ) -> StepBatch:
-    """Pack real rows first, then fillers, into ``shape`` (micro-batches, rows of each)."""
-    places, width = shape[0] * shape[1], rows.shape[1]
-    tokens = np.zeros((places, width), np.int64)
-    tokens[: len(rows)] = rows
-    weights = np.zeros(places)
-    weights[: len(rows)] = 1.0
-    mask = None
-    if counted is not None:
-        mask = np.zeros((places, width - 1), np.bool_)
-        mask[: len(rows)] = counted
+    """Put real rows first, then fillers, into ``shape`` (micro-batches, rows of each)."""
+    rows, counted, documents = dataset.rows(samples), dataset.counted(samples), dataset.documents(samples)
     return StepBatch(
         step=step,
-        tokens=tokens.reshape(*shape, width),
-        weights=weights.reshape(shape),
-        global_tokens=global_samples * (width - 1),
+        tokens=_filled(rows, shape),
+        weights=_filled(np.ones(len(rows)), shape),
+        global_tokens=totals[0],
         rows=numbers,
         digest=token_digest(rows),
-        counted=None if mask is None else mask.reshape(*shape, width - 1),
-        global_counted=global_counted,
+        counted=None if counted is None else _filled(counted, shape),
+        global_counted=totals[1],
+        documents=None if documents is None else _filled(documents, shape),
     )
 
 
-def _total(counted: npt.NDArray[np.bool_] | None) -> int | None:
-    return None if counted is None else int(counted.sum())
+def _filled(values: npt.NDArray[_Value], shape: tuple[int, int]) -> npt.NDArray[_Value]:
+    """Lay out rows as micro-batches, with zeros behind them."""
+    out = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
+    out[: len(values)] = values
+    return out.reshape(*shape, *values.shape[1:])
 
 
 def batch_shape(layout: Layout, dp_index: int, global_batch: int) -> tuple[int, int]:
@@ -118,15 +120,14 @@ def make_batch(feed: Feed, layout: Layout, dp_index: int, step: int) -> StepBatc
     """Make the training batch of one DP replica at ``step`` (1-based)."""
     base, end = feed.plan.numbers(step)
     first, last = (base + at for at in layout.rows(dp_index, end - base))
-    mine, total = feed.counted(first, last), None
-    if mine is not None:  # the masks of all replicas' rows: their sum needs no message
-        total = _total(feed.counted(base, end))
     shape = batch_shape(layout, dp_index, end - base)
-    return _pack(step, feed.rows(first, last), (first, last), shape, end - base, mine, total)
+    mine = feed.plan.samples(first, last)
+    found = _batch(step, feed.dataset, mine, (first, last), shape, feed.totals(base, end))
+    return replace(found, tokens_until=feed.tokens_until(step))
 
 
 def eval_batches(
-    dataset: Dataset, layout: Layout, dp_index: int, samples: int, global_batch: int
+    dataset: Samples, layout: Layout, dp_index: int, samples: int, global_batch: int
 ) -> list[StepBatch]:
     """Cut one DP replica's part of the fixed evaluation samples into batches of the training shape.
 
@@ -141,7 +142,6 @@ def eval_batches(
     for base in range(0, wanted, global_batch):
         size = min(global_batch, wanted - base)
         first, last = (base + end for end in layout.rows(dp_index, size))
-        mine = chosen[first:last]
-        counted, total = dataset.counted(mine), _total(dataset.counted(chosen[base : base + size]))
-        batches.append(_pack(0, dataset.rows(mine), (first, last), shape, size, counted, total))
+        totals = dataset.totals(chosen[base : base + size])
+        batches.append(_batch(0, dataset, chosen[first:last], (first, last), shape, totals))
     return batches

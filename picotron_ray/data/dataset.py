@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import batch
 from picotron_ray.data.cache import VOCABULARY, byte_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
+from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
+from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
+from picotron_ray.data.plan.packed_samples import PackedSamples
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
-from picotron_ray.data.samples import Dataset, Tokens
+from picotron_ray.data.samples import Dataset, Samples, Tokens
 from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
@@ -29,14 +33,16 @@ class DataSplits:
         bigram_entropy: of the held-out tokens, nats per token; the baseline that evaluation is held to.
         plan: which rows each step feeds.
         global_batch: samples per step, the size of evaluation batches too.
+        notes: what a user should know of how samples were made.
     """
 
-    train: Dataset
-    held_out: Dataset
+    train: Samples
+    held_out: Samples
     fingerprint: str
     bigram_entropy: float
     plan: SamplePlan
     global_batch: int
+    notes: tuple[str, ...] = ()
 
     @property
     def feed(self) -> Feed:
@@ -70,7 +76,8 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
         )
     else:
         splits = byte_splits(data, cache_dir)
-    for name, tokens in (("training", splits.train), ("held-out", splits.held_out)):
+    packed = data.batching == "packed"
+    for name, tokens in () if packed else (("training", splits.train), ("held-out", splits.held_out)):
         if len(tokens) <= data.sequence_length:
             raise DataError(
                 f"data.path: the {name} part has {len(tokens)} tokens, but one sample needs"
@@ -84,16 +91,44 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
                 f"data.loss_mask: nothing of the {name} part counts in the loss; give more data, or another"
                 f" data.held_out_fraction than {data.held_out_fraction}"
             )
-    train = Dataset(splits.train, data.sequence_length, train_mask)
     identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
+    train: Samples = Dataset(splits.train, data.sequence_length, train_mask)
+    held: Samples = Dataset(splits.held_out, data.sequence_length, held_mask)
+    notes: tuple[str, ...] = ()
+    if packed:
+        identity += f"/packed/{data.long_documents}/{PACKING_VERSION}"
+        request = PackRequest(splits.digest, end_of(data), data.sequence_length, seed, data.long_documents)
+        train = _packed("training", splits.train, train_mask, request, cache_dir)
+        held_request = replace(request, digest=f"{splits.digest} held out", seed=batch.EVALUATION_SEED)
+        held = _packed("held-out", splits.held_out, held_mask, held_request, cache_dir)
+        notes = (train.told(),)
     return DataSplits(
         train=train,
-        held_out=Dataset(splits.held_out, data.sequence_length, held_mask),
+        held_out=held,
         fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
         bigram_entropy=splits.bigram_entropy,
         plan=UniformPlan(seed, data.global_batch, train.samples),
         global_batch=data.global_batch,
+        notes=notes,
     )
+
+
+def _packed(
+    name: str, tokens: Tokens, mask: Tokens | None, request: PackRequest, cache_dir: Path
+) -> PackedSamples:
+    """Pack a part of the data into rows."""
+    pieces, rows = packed_rows(tokens, request, cache_dir)
+    found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
+    if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
+        raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")
+    return found
+
+
+def end_of(data: DataConfig) -> int:
+    """Token id that ends a document. Raises DataError where token files do not say."""
+    if data.document_end is None:
+        raise DataError("data.end_token: saw null, expected the id that ends a document in these token files")
+    return data.document_end
 
 
 def _any_counts(mask: Tokens) -> bool:

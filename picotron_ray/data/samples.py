@@ -8,12 +8,45 @@ end-of-document token between them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+PADDING = -1
+"""Number of the document that padding is."""
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class Samples(Protocol):
+    """Samples of one length, each known by its number."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Predicted tokens of a row, padding included; a row holds one more."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Predicted tokens of a row, padding left out, on the average of an epoch."""
+
+    def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
+
+    def counted(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Mask of the targets that count, ``[len(samples), sequence_length]``; None: all do."""
+
+    def documents(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+        """Number of each input's document within its row, ``[len(samples), sequence_length]``.
+
+        `PADDING` behind the last one. None where the tokens say, or nobody asks.
+        """
+
+    def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int | None]:
+        """Count the samples' predicted tokens, without padding, and those that count; None: all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +65,11 @@ class Dataset:
     def samples(self) -> int:
         """Samples of one epoch."""
         return max(0, (len(self.tokens) - 1) // self.sequence_length)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Predicted tokens of a row."""
+        return float(self.sequence_length)
 
     def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
@@ -54,3 +92,11 @@ class Dataset:
             start = int(sample) * self.sequence_length + 1
             out[row] = self.mask[start : start + self.sequence_length]
         return out
+
+    def documents(self, samples: npt.NDArray[np.int64]) -> None:
+        """Leave it to the tokens."""
+
+    def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int | None]:
+        """Count the samples' predicted tokens, and those that count; None: all do."""
+        counted = self.counted(samples)
+        return len(samples) * self.sequence_length, None if counted is None else int(counted.sum())

@@ -65,13 +65,12 @@ class Transformer(nn.Module):
 
     ``forward`` takes tokens ``[batch, seq]`` (with ``embed``) or hidden ``[batch, seq, hidden]`` and
     returns logits ``[batch, seq, vocab]`` (with ``head``) or hidden; a mixture of experts also takes the
-    rows' weights ``[batch]``, because rows of weight 0 go to no expert. With ``documents [batch, row]``
-    (`models.layers.document_mask`) attention stays within a document, where learned positions begin anew.
-    With ``targets [batch, seq]`` what comes out of the head is their losses ``[batch, seq]``
-    (`models.layers.lm_head`). Tied embeddings are one
-    parameter where both ends are in one part, and ``tie()`` must be called again after anything that replaces
-    parameters (``to_empty``, tensor parallelism); a part with one end has a copy
-    (`parallel.pipeline.tied_embeddings`).
+    weights of rows ``[batch]`` or of tokens ``[batch, seq]``, because those of weight 0 go to no expert.
+    With ``documents [batch, row]`` (`models.layers.document_mask`) attention stays within a document, where
+    learned positions begin anew. With ``targets [batch, seq]`` what comes out of the head is their losses
+    ``[batch, seq]`` (`models.layers.lm_head`). Tied embeddings are one parameter where both ends are in one
+    part, and ``tie()`` must be called again after anything that replaces parameters (``to_empty``, tensor
+    parallelism); a part with one end has a copy (`parallel.pipeline.tied_embeddings`).
     """
 
     def __init__(

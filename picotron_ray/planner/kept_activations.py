@@ -175,9 +175,9 @@ def mask_bytes(job: JobConfig, layout: Layout, rank: int) -> float:
     """
     if not attention_masks(job, layout.row_parts):
         return 0.0
-    kinds = 2 if job.data.document_masks and windowed(job) and job.model.full_attention_every else 1
+    kinds = 2 if job.data.keeps_documents_apart and windowed(job) and job.model.full_attention_every else 1
     one = kinds * job.data.sequence_length**2 * COMPUTE_BYTES[job.precision]
-    if not job.data.document_masks:
+    if not job.data.keeps_documents_apart:
         return float(one)
     rows = layout.widest_rows(job.data.global_batch)
     return one * rows * len(layout.rank_stages(rank)) * in_flight(job, layout, rank)

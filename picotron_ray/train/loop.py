@@ -288,7 +288,7 @@ class Loop:
         self.tail.add(step, json.dumps(line, separators=(",", ":")))  # once: every snapshot carries it
         self.snapshots.observe(agreement.sealed)
         self.page.put(
-            tokens=step * batch.global_tokens,
+            tokens=batch.tokens_until,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
             complete=agreement.sealed,

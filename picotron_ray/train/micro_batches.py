@@ -10,6 +10,7 @@ from torch import Tensor
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
+from picotron_ray.data.samples import PADDING
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.layers.document_mask import document_numbers
 from picotron_ray.models.parameters import SequenceShard
@@ -34,7 +35,7 @@ class MicroBatcher:
     ) -> None:
         self._device, self._dtype = device, master_dtype(job)
         self._weighted, self._with_targets = weighted, job.kernels.loss == "linear"
-        self._document_end = job.data.document_end if job.data.document_masks else None
+        self._document_end = job.data.document_end if job.data.keeps_documents_apart else None
         self._kept: Tensor | None = None  # positions of a row that this rank computes; None: all
         if layout.cp > 1:
             shard = SequenceShard(job.data.sequence_length, layout.cp, cp_index)
@@ -44,7 +45,8 @@ class MicroBatcher:
         """Return all micro-batches at once.
 
         Inputs, targets and named arguments are ``[micro_batches, micro_batch, local tokens]``. Weights are
-        ``[micro_batches, micro_batch]``. Documents are numbered over whole rows, before cp cuts them.
+        ``[micro_batches, micro_batch]``; routers also take one of each token, where rows hold padding.
+        Documents are numbered over whole rows, before cp cuts them.
         """
         tokens, weights = self._sent(batch.tokens), self._sent(batch.weights).to(self._dtype)
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
@@ -52,10 +54,16 @@ class MicroBatcher:
             counted = self._sent(batch.counted)
             targets = torch.where(counted, targets, UNCOUNTED)
         named = {"weights": weights} if self._weighted else {}
-        if self._document_end is not None:
+        if batch.documents is not None:
+            named["documents"] = documents = self._sent(batch.documents)
+            if self._weighted:
+                named["weights"] = weights[..., None] * (documents != PADDING)
+        elif self._document_end is not None:
             named["documents"] = document_numbers(inputs, self._document_end)
         if self._kept is not None:
             inputs, targets = inputs[..., self._kept], targets[..., self._kept]
+            if named.get("weights", weights).dim() > weights.dim():
+                named["weights"] = named["weights"][..., self._kept]
         if self._with_targets:
             named["targets"] = targets if batch.counted is None else targets.clamp(min=0)
         return inputs, targets, weights, named

@@ -216,7 +216,7 @@ def loss_function(job: JobConfig, mesh: Mesh, definition: ModelDefinition) -> Lo
     """
 
     def counted(losses: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        if job.data.loss_mask:
+        if job.data.leaves_out:
             losses = losses * (targets >= 0)
         return weighted_sum(losses, weights)
 
@@ -229,7 +229,7 @@ def loss_function(job: JobConfig, mesh: Mesh, definition: ModelDefinition) -> Lo
     first, _ = chunk(job.model.vocab_size, mesh.layout.tp, mesh.at.tp)
 
     def of_logits(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        known = targets.clamp(min=0) if job.data.loss_mask else targets
+        known = targets.clamp(min=0) if job.data.leaves_out else targets
         return counted(token_losses(logits, known, group, first), targets, weights)
 
     return of_logits

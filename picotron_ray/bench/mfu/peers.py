@@ -51,8 +51,8 @@ def _other_model(job: JobConfig) -> str:
         return "written for the dense built-in decoder alone"
     if job.optimizer.name != "adamw":
         return f"written for AdamW, saw optimizer.name={job.optimizer.name}"
-    if job.data.document_masks:
-        return "its attention sees whole rows, saw data.document_masks=true"
+    if job.data.keeps_documents_apart:
+        return f"its attention sees whole rows, saw {'='.join(job.data.asks_apart)}"
     if job.adaptive_precision.error_bound is not None:
         return "it computes in one precision, saw adaptive_precision.error_bound"
     if job.precision == "fp16":

@@ -51,6 +51,17 @@ class DataConfig(Section):
     held_out_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of documents kept for evaluation"
     )
+    batching: Literal["fixed", "packed"] = Field(
+        default="fixed",
+        description="fixed: rows are cut from one stream, wherever documents begin; packed: rows hold whole"
+        " documents side by side, which do not see each other, each from position 0; what is left of a row"
+        " is padding, which counts nowhere",
+    )
+    long_documents: Literal["split", "truncate", "drop"] | None = Field(
+        default=None,
+        description="packed: what becomes of documents longer than sequence_length + 1 tokens: split into"
+        " several, truncate to their beginning, or drop; without it they are refused",
+    )
     document_masks: bool = Field(
         default=False,
         description="a token attends only to tokens of its own document within the sample; loss and order of"
@@ -68,6 +79,23 @@ class DataConfig(Section):
         " jsonl: prompt_key or spans_key says",
     )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token attends only to tokens of its own document."""
+        return self.document_masks or self.batching == "packed"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some targets count in no loss: masked ones, or padding."""
+        return self.loss_mask or self.batching == "packed"
+
+    @property
+    def asks_apart(self) -> tuple[str, str]:
+        """Key and value that keep documents apart, where something does."""
+        if self.batching == "packed":
+            return "data.batching", "packed"
+        return "data.document_masks", str(self.document_masks).lower()
 
     @property
     def document_end(self) -> int | None:

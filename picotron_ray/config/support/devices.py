@@ -33,9 +33,9 @@ def graph_problems(job: JobConfig) -> Iterator[Problem]:
             bool(model.moe.experts),
             f"model.moe.experts={model.moe.experts}, which get other numbers of rows each time",
         ),
-        "data.document_masks": (
-            job.data.document_masks,
-            "data.document_masks=true, whose masks are other ones in every row",
+        job.data.asks_apart[0]: (
+            job.data.keeps_documents_apart,
+            f"{'='.join(job.data.asks_apart)}, whose masks are other ones in every row",
         ),
         "layout.offload_activations": (
             job.layout.offload_activations,

@@ -50,7 +50,7 @@ def attention_backends(job: JobConfig, device: str, parts: int = 1, *, hopper: b
     if device == "cpu":
         return ["flash", "math"]
     without: set[Backend] = set()
-    if job.data.document_masks or windowed(job) or job.kernels.deterministic or has_sinks(job):
+    if job.data.keeps_documents_apart or windowed(job) or job.kernels.deterministic or has_sinks(job):
         without.add("cudnn")
     if adaptive:
         without |= {"cudnn", "flash-attn"} if by_type(job, parts) else {"flash", "cudnn", "flash-attn"}
@@ -62,7 +62,7 @@ def attention_backends(job: JobConfig, device: str, parts: int = 1, *, hopper: b
 
 def by_type(job: JobConfig, parts: int) -> bool:
     """Whether parts in low precision may have flash, and those in fp32 efficient: both without masks."""
-    masks = job.data.document_masks or windowed(job)
+    masks = job.data.keeps_documents_apart or windowed(job)
     return job.adaptive_precision.error_bound is not None and parts == 1 and not masks
 
 
@@ -94,7 +94,7 @@ def attention_problem(job: JobConfig, device: str, parts: int | None = None) -> 
     cuda, heads = device == "cuda", job.model.head_size
     said = {
         f"{device} with precision {job.precision}": True,
-        "document masks": job.data.document_masks,
+        "document masks": job.data.keeps_documents_apart,
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
         "attention sinks": cuda and has_sinks(job),
@@ -112,7 +112,7 @@ def attention_masks(job: JobConfig, parts: int) -> bool:
         parts: of a row that attention has keys of; over parts, and with sinks, masks are made as they are
             used and not kept.
     """
-    if parts > 1 or job.model.builder is not None or not (job.data.document_masks or windowed(job)):
+    if parts > 1 or job.model.builder is not None or not (job.data.keeps_documents_apart or windowed(job)):
         return False
     if has_sinks(job):
         return False
@@ -193,6 +193,6 @@ def compiles(job: JobConfig) -> bool:
 def compiles_whole(job: JobConfig, device: str, layout: Layout) -> bool:
     """Whether a compiled block is one graph: nothing inside communicates, or waits for a number."""
     counts_documents = (
-        job.data.document_masks and not attention_masks(job, layout.row_parts) and device == "cuda"
+        job.data.keeps_documents_apart and not attention_masks(job, layout.row_parts) and device == "cuda"
     )
     return layout.tp == layout.cp == 1 and not job.model.moe.experts and not counts_documents

@@ -199,7 +199,7 @@ def _attention(job: JobConfig) -> Iterator[Problem]:
         yield Problem(
             "kernels.attention",
             problem,
-            ("cluster.device", "precision", "data.document_masks", DETERMINISTIC),
+            ("cluster.device", "precision", job.data.asks_apart[0], DETERMINISTIC),
         )
 
 

@@ -247,17 +247,21 @@ def _loss_mask(job: JobConfig) -> Iterator[Problem]:
 
 def _documents(job: JobConfig) -> Iterator[Problem]:
     data, end, vocabulary = job.data, job.data.end_token, job.model.vocab_size
-    if data.document_masks and job.model.builder is not None:
-        text = "saw true; a model of your own attends as it was built: leave it out"
-        yield Problem("data.document_masks", text, ("model.builder",))
+    asking, seen = data.asks_apart
+    if data.keeps_documents_apart and job.model.builder is not None:
+        text = f"saw {seen}; a model of your own attends as it was built: leave it out"
+        yield Problem(asking, text, ("model.builder",))
+    if data.long_documents is not None and data.batching != "packed":
+        text = f"saw {data.long_documents} with data.batching={data.batching}, whose rows part documents"
+        yield Problem("data.long_documents", f"{text} wherever they end; drop it", ("data.batching",))
     if data.source != "memmap":
         if end is not None:
             text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
             yield Problem("data.end_token", text, ("data.source",))
     elif end is None:
-        if data.document_masks:
-            text = "saw null with data.document_masks=true; say which id ends a document in these token files"
-            yield Problem("data.end_token", text, ("data.source", "data.document_masks"))
+        if data.keeps_documents_apart:
+            text = f"saw null with {asking}={seen}; say which id ends a document in these token files"
+            yield Problem("data.end_token", text, ("data.source", asking))
     elif end >= vocabulary:
         text = f"saw {end}, expected an id below model.vocab_size={vocabulary}"
         yield Problem("data.end_token", text, ("data.source", "model.vocab_size"))

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.data.plan.packing import PackedRows, Pieces
-from picotron_ray.data.samples import Tokens
+from picotron_ray.data.samples import PADDING, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class PackedSamples:
         """Samples of one epoch."""
         return len(self.packed)
 
+    @property
+    def mean_tokens(self) -> float:
+        """Predicted tokens of a row, padding left out, on the average of an epoch."""
+        return float((self.pieces.lengths - 1).sum()) / self.samples
+
     def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
         out = np.full((len(samples), self.sequence_length + 1), self.padding, np.int64)
@@ -57,15 +62,32 @@ class PackedSamples:
         return out
 
     def documents(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Number of each input's piece within its row, ``[len(samples), sequence_length]``; padding's follows."""
+        """Number of each input's piece within its row."""
         out = np.empty((len(samples), self.sequence_length), np.int32)
         for row, sample in enumerate(samples.tolist()):
             at = number = 0
             for _, length in self._stretches(sample):
                 out[row, at : at + length] = number
                 at, number = at + length, number + 1
-            out[row, at:] = number
+            out[row, at:] = PADDING
         return out
+
+    def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int]:
+        """Count the samples' predicted tokens, without padding, and those that count."""
+        mine = np.concatenate([self.packed.row(sample) for sample in samples.tolist()] or [samples[:0]])
+        predicted = int((self.pieces.lengths[mine] - 1).sum())
+        return predicted, predicted if self.mask is None else int(self.counted(samples).sum())
+
+    def told(self) -> str:
+        """Say how full the rows are, and what became of long documents."""
+        lengths, room = self.pieces.lengths, self.sequence_length + 1
+        full = float(lengths.sum()) / (self.samples * room)
+        words = f"{len(lengths)} documents packed into {self.samples} rows of {room} tokens, {full:.1%} full"
+        if self.pieces.cut:
+            words += f"; {self.pieces.cut} documents were cut or left out as too long"
+        if self.pieces.parted:
+            words += f"; {self.pieces.parted} longer ones were split"
+        return words
 
     def _stretches(self, sample: int) -> list[tuple[int, int]]:
         """Start and length of a row's pieces."""

@@ -9,7 +9,7 @@ lengths alone: rows are made once, and their order is shuffled in each epoch as 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,8 +140,3 @@ def _rows(lengths: Numbers, room: int, seed: int) -> Iterator[list[int]]:
 def _windows(count: int, seed: int) -> Iterator[Numbers]:
     for first in range(0, count, WINDOW):
         yield sample_index(seed, 0, np.arange(first, min(count, first + WINDOW)), count)
-
-
-def density(lengths: Sequence[int] | Numbers, rows: int, room: int) -> float:
-    """Share of the rows' places that hold tokens."""
-    return float(np.sum(lengths)) / (rows * room) if rows else 0.0

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from picotron_ray.data.samples import Dataset
+from picotron_ray.data.samples import Samples
 from picotron_ray.data.shuffle import Index, samples_between
 
 
@@ -59,11 +59,11 @@ class UniformPlan:
 class Feed:
     """Samples of a run in the order in which it feeds them."""
 
-    dataset: Dataset
+    dataset: Samples
     plan: SamplePlan
 
     @classmethod
-    def uniform(cls, dataset: Dataset, seed: int, global_batch: int) -> Feed:
+    def uniform(cls, dataset: Samples, seed: int, global_batch: int) -> Feed:
         """Feed all of a dataset in each epoch, shuffled (`UniformPlan`)."""
         return cls(dataset, UniformPlan(seed, global_batch, dataset.samples))
 
@@ -71,6 +71,10 @@ class Feed:
         """Read the tokens of rows: int64 ``[last - first, sequence_length + 1]``."""
         return self.dataset.rows(self.plan.samples(first, last))
 
-    def counted(self, first: int, last: int) -> npt.NDArray[np.bool_] | None:
-        """Read the mask of targets that count: ``[last - first, sequence_length]``; None: all do."""
-        return self.dataset.counted(self.plan.samples(first, last))
+    def tokens_until(self, step: int) -> int:
+        """Count the tokens that a run has predicted after ``step``, by the mean of an epoch's rows."""
+        return round(self.plan.numbers(step)[1] * self.dataset.mean_tokens)
+
+    def totals(self, first: int, last: int) -> tuple[int, int | None]:
+        """Count the predicted tokens of rows, and those that count in the loss; None: all do."""
+        return self.dataset.totals(self.plan.samples(first, last))

@@ -96,7 +96,7 @@ class Router(nn.Module):
         self.load: Tensor | None = None
 
     def forward(self, x: Tensor, weights: Tensor | None) -> Routing:
-        """Args: x ``[rows, seq, hidden]``; weights ``[rows]``, None: all 1."""
+        """Args: x ``[rows, seq, hidden]``; weights ``[rows]``, or of each token ``[rows, seq]``; None: 1."""
         config = self.config
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
@@ -113,8 +113,9 @@ class Router(nn.Module):
             if config.scaling != 1.0:
                 gates = gates * config.scaling
             live = x.new_ones(len(x), dtype=torch.bool) if weights is None else weights > 0
-            chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[:, None, None]
-            kept = self._within_capacity(experts, chosen) & live[:, None, None]
+            live = live.view(len(x), -1)  # [rows, 1], or [rows, seq] where rows hold padding
+            chosen = F.one_hot(experts, config.experts).sum(dim=2) * live[..., None]
+            kept = self._within_capacity(experts, chosen) & live[..., None]
             loss = self._loss(logits, scores, chosen, live) if torch.is_grad_enabled() else None
             if torch.is_grad_enabled() and self.counting:
                 self._count(chosen, live, kept)
@@ -140,18 +141,22 @@ class Router(nn.Module):
         return math.ceil(config.capacity_factor * even)
 
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, live: Tensor) -> Tensor | None:
-        """α·Σ_rows Σ_e f_e·Σ_t p_te  +  β·Σ_t logsumexp², tokens of live rows only.
+        """α·Σ_rows Σ_e f_e·Σ_t p_te  +  β·Σ_t logsumexp², live tokens only.
 
         f_e is the share of a row's assignments that chose expert e, times the number of experts; p_te the
         token's scores, made to sum to 1. Divided by the number of tokens it is α·N·Σ f·P per row.
         """
         config, total = self.config, None
-        weight = live[:, None].to(scores.dtype)
+        weight = live.to(scores.dtype)
         if config.balance == "loss" and config.loss_coefficient:
             counts = self.spread.totals(chosen.sum(dim=1))
             share = counts * (config.experts / counts.sum(dim=-1, keepdim=True).clamp(min=1))
             likely = scores / scores.sum(dim=-1, keepdim=True)
-            total = config.loss_coefficient * (share.to(scores.dtype) * weight * likely.sum(dim=1)).sum()
+            if weight.size(1) == 1:
+                likely = weight * likely.sum(dim=1)
+            else:
+                likely = torch.einsum("rs,rse->re", weight, likely)
+            total = config.loss_coefficient * (share.to(scores.dtype) * likely).sum()
         if config.z_coefficient:
             z = config.z_coefficient * (logits.logsumexp(dim=-1).square() * weight).sum()
             total = z if total is None else total + z
@@ -159,7 +164,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, chosen: Tensor, live: Tensor, kept: Tensor) -> None:
-        dropped = (~kept & live[:, None, None]).sum().reshape(1)
+        dropped = (~kept & live[..., None]).sum().reshape(1)
         found = torch.cat((chosen.sum(dim=(0, 1)), dropped)).double()
         self.load = found if self.load is None else self.load + found
 
@@ -205,7 +210,7 @@ class MixtureOfExperts(nn.Module):
         self.scale = 0.0
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """``[rows, seq, hidden]`` → the same; weights ``[rows]``: rows of weight 0 go to no expert."""
+        """``[rows, seq, hidden]`` → the same; what has weight 0 (see `Router`) goes to no expert."""
         routing = self.router(x, weights)
         tokens, transport, length = x.flatten(0, 1), self.transport, x.size(1)
         slots = transport.slots(x.device)

@@ -1,0 +1,138 @@
+"""Packed rows of a token stream, made once per node and memory-mapped by every worker.
+
+``<cache>/packed-<key>/{starts,lengths,offsets,order}.npy`` and ``meta.json``. The key is a hash of what
+decides: the stream's digest, the seed, the row's length and what becomes of long documents.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from picotron_ray.data.memmap import SCAN_TOKENS
+from picotron_ray.data.plan.packing import LongDocuments, Numbers, PackedRows, Pieces, pack, pieces_of
+from picotron_ray.data.samples import Tokens
+from picotron_ray.errors import DataError
+
+VERSION = 1
+_ARRAYS = ("starts", "lengths", "offsets", "order")
+
+
+@dataclass(frozen=True, slots=True)
+class PackRequest:
+    """What decides how a stream is packed.
+
+    Fields:
+        digest: of the stream, and its name among several.
+        end: token id that ends a document.
+        sequence_length: predicted tokens of a row.
+        seed: of the order in which documents are taken.
+        long_documents: what becomes of those that no row holds; None: they are refused.
+    """
+
+    digest: str
+    end: int
+    sequence_length: int
+    seed: int
+    long_documents: LongDocuments | None
+
+    @property
+    def key(self) -> str:
+        words = (VERSION, self.digest, self.end, self.sequence_length, self.seed, self.long_documents)
+        return xxhash.xxh3_128_hexdigest(json.dumps(words).encode())
+
+
+def packed_rows(tokens: Tokens, request: PackRequest, folder: Path) -> tuple[Pieces, PackedRows]:
+    """Open the packed rows of a stream in the cache ``folder``, or make them there.
+
+    Raises DataError for documents that are too long where nothing is asked for those, for a stream without a
+    document of two tokens, or a cache that cannot be written.
+    """
+    place = folder / f"packed-{request.key}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(place.with_suffix(".lock")):
+            if (found := _open(place)) is None:
+                _build(tokens, request, place)
+                found = _open(place)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise DataError(
+            f"packed rows: cannot write {place}: {why}; free space or allow writing there"
+        ) from None
+    if found is None:
+        raise DataError(f"packed rows: {place} does not read back as written; check that disk")
+    return found
+
+
+def document_borders(tokens: Tokens, end: int) -> Numbers:
+    """Find the first token of each document, and the end of the stream: int64, ascending."""
+    parts = [np.zeros(1, np.int64)]
+    for at in range(0, len(tokens), SCAN_TOKENS):
+        parts.append(np.flatnonzero(tokens[at : at + SCAN_TOKENS] == end) + at + 1)
+    borders = np.concatenate(parts)
+    return borders if borders[-1] == len(tokens) else np.append(borders, len(tokens))
+
+
+def _build(tokens: Tokens, request: PackRequest, place: Path) -> None:
+    """Pack into a folder beside its place, then rename it; the caller holds the lock."""
+    room = request.sequence_length + 1
+    borders = document_borders(tokens, request.end)
+    longest = int(np.diff(borders).max()) if len(borders) > 1 else 0
+    if longest > room and request.long_documents is None:
+        count = int((np.diff(borders) > room).sum())
+        raise DataError(
+            f"data.long_documents: {count} documents are longer than the {room} tokens of a row, the longest"
+            f" has {longest}; say split, truncate or drop, or give a larger data.sequence_length"
+        )
+    pieces = pieces_of(borders, room, request.long_documents or "split")
+    if not len(pieces.lengths):
+        raise DataError("data.batching: no document has two tokens and fits a row, so there is none to pack")
+    rows = pack(pieces.lengths, room, request.seed)
+    fresh = place.with_suffix(".new")
+    for stale in (fresh, place):  # of a builder that was killed, or damaged
+        if stale.exists():
+            shutil.rmtree(stale)
+    fresh.mkdir()
+    try:
+        arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order)
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            np.save(fresh / f"{name}.npy", array)
+        sizes = {name: len(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+        meta = {"cut": pieces.cut, "parted": pieces.parted, "sizes": sizes}
+        (fresh / "meta.json").write_text(json.dumps(meta) + "\n", "utf-8")
+        fresh.rename(place)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
+    """Open what was made; None where there is nothing or it is damaged."""
+    try:
+        meta = json.loads((place / "meta.json").read_text("utf-8"))
+        arrays = [np.load(place / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+        sizes = [int(meta["sizes"][name]) for name in _ARRAYS]
+        cut, parted = int(meta["cut"]), int(meta["parted"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError):
+        return None
+    if [len(array) for array in arrays] != sizes or {array.dtype for array in arrays} != {np.dtype("i8")}:
+        return None
+    starts, lengths, offsets, order = arrays
+    return Pieces(starts, lengths, cut, parted), PackedRows(offsets, order)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes; the kernel releases it when the holder dies."""
+    with path.open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

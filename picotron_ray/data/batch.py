@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from picotron_ray.data.plan.sample_plan import Feed
-from picotron_ray.data.samples import Samples
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
 
@@ -83,7 +83,7 @@ def token_digest(rows: npt.NDArray[np.int64]) -> bytes:
 
 def _batch(
     step: int,
-    dataset: Samples,
+    dataset: SampleSet,
     samples: npt.NDArray[np.int64],
     numbers: tuple[int, int],
     shape: tuple[int, int],
@@ -127,7 +127,7 @@ def make_batch(feed: Feed, layout: Layout, dp_index: int, step: int) -> StepBatc
 
 
 def eval_batches(
-    dataset: Samples, layout: Layout, dp_index: int, samples: int, global_batch: int
+    dataset: SampleSet, layout: Layout, dp_index: int, samples: int, global_batch: int
 ) -> list[StepBatch]:
     """Cut one DP replica's part of the fixed evaluation samples into batches of the training shape.
 

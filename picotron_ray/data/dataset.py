@@ -16,7 +16,7 @@ from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
 from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
 from picotron_ray.data.plan.packed_samples import PackedSamples
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
-from picotron_ray.data.samples import Dataset, Samples, Tokens
+from picotron_ray.data.samples import Dataset, SampleSet, Tokens
 from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
@@ -36,8 +36,8 @@ class DataSplits:
         notes: what a user should know of how samples were made.
     """
 
-    train: Samples
-    held_out: Samples
+    train: SampleSet
+    held_out: SampleSet
     fingerprint: str
     bigram_entropy: float
     plan: SamplePlan
@@ -92,8 +92,8 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
                 f" data.held_out_fraction than {data.held_out_fraction}"
             )
     identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
-    train: Samples = Dataset(splits.train, data.sequence_length, train_mask)
-    held: Samples = Dataset(splits.held_out, data.sequence_length, held_mask)
+    train: SampleSet = Dataset(splits.train, data.sequence_length, train_mask)
+    held: SampleSet = Dataset(splits.held_out, data.sequence_length, held_mask)
     notes: tuple[str, ...] = ()
     if packed:
         identity += f"/packed/{data.long_documents}/{PACKING_VERSION}"

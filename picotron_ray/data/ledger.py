@@ -35,7 +35,7 @@ from picotron_ray.data.ledger_counts import Feedings, Lines
 from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan
-from picotron_ray.data.samples import Samples
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.layout.layout import Layout
 
 
@@ -86,7 +86,7 @@ class _Audit:
     """State of one check."""
 
     plan: SamplePlan
-    dataset: Samples | None  # None: what rows say of themselves is taken for true
+    dataset: SampleSet | None  # None: what rows say of themselves is taken for true
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
     unproven: list[int] = field(default_factory=list)  # steps
@@ -167,7 +167,7 @@ class _Audit:
 def check(
     lines: Iterable[str | Mapping[str, Any]],
     plan: SamplePlan,
-    dataset: Samples | None,
+    dataset: SampleSet | None,
     resumes: Sequence[tuple[int, int, int]] = (),
     last_step: int | None = None,
     passed: Sequence[range] = (),

@@ -18,7 +18,7 @@ PADDING = -1
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
-class Samples(Protocol):
+class SampleSet(Protocol):
     """Samples of one length, each known by its number."""
 
     @property

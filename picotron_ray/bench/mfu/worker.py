@@ -46,7 +46,7 @@ from picotron_ray.comm.wire_bytes import SENT
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.loader import BatchLoader
 from picotron_ray.data.plan.sample_plan import Feed
-from picotron_ray.data.samples import Samples
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.errors import PeerLostError, PicotronError
 from picotron_ray.planner.peaks import known_peak, rated_precision
 from picotron_ray.runtime.ray_cluster.names import cache_folder
@@ -210,7 +210,7 @@ class Segments:
         return {name: seconds / self._steps for name, seconds in stopwatch.seconds.items()}
 
 
-def _loader(setting: Setting, rank: int, dataset: Samples) -> BatchLoader:
+def _loader(setting: Setting, rank: int, dataset: SampleSet) -> BatchLoader:
     job, layout = setting.job, setting.layout
     return BatchLoader(
         Feed.uniform(dataset, job.seed, job.data.global_batch),

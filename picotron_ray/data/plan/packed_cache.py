@@ -28,7 +28,7 @@ _ARRAYS = ("starts", "lengths", "offsets", "order")
 
 @dataclass(frozen=True, slots=True)
 class PackRequest:
-    """What decides how a stream is packed.
+    """Request for a stream's rows: all that decides how it is packed.
 
     Fields:
         digest: of the stream, and its name among several.

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from picotron_ray.data.samples import Samples
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.data.shuffle import Index, samples_between
 
 
@@ -59,11 +59,11 @@ class UniformPlan:
 class Feed:
     """Samples of a run in the order in which it feeds them."""
 
-    dataset: Samples
+    dataset: SampleSet
     plan: SamplePlan
 
     @classmethod
-    def uniform(cls, dataset: Samples, seed: int, global_batch: int) -> Feed:
+    def uniform(cls, dataset: SampleSet, seed: int, global_batch: int) -> Feed:
         """Feed all of a dataset in each epoch, shuffled (`UniformPlan`)."""
         return cls(dataset, UniformPlan(seed, global_batch, dataset.samples))
 

@@ -15,7 +15,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.data.plan.sample_plan import UniformPlan
-from picotron_ray.data.samples import Samples
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.errors import AlreadyExistsError, DataError, NotFoundError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 
@@ -127,7 +127,7 @@ def ledger_figures(
     }
 
 
-def _samples(job: JobConfig, expected: str) -> Samples | None:
+def _samples(job: JobConfig, expected: str) -> SampleSet | None:
     """The run's training samples; None where they are not to be had here."""
     try:
         data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())

@@ -16,8 +16,8 @@ from picotron_ray.layout.recompute_policy import is_quantized
 from picotron_ray.layout.schedule_rows import PipelineShape
 from picotron_ray.layout.schedules import PipelineSchedule, schedule_of
 from picotron_ray.planner.kept_activations import STATE_BYTES, kept_by_kind
+from picotron_ray.planner.logit_bytes import logit_bytes
 from picotron_ray.planner.memory import rank_state
-from picotron_ray.planner.memory_moments import logit_bytes
 from picotron_ray.planner.model_sizes import rank_depths, sizes_of
 from picotron_ray.planner.narrow_gathers import least_weight_bytes
 

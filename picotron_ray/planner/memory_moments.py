@@ -16,7 +16,6 @@ has gathered then. The dry run (`train.dry_run`) counts the same bytes operator 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +23,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.experts import rows_sent
 from picotron_ray.config.support.fast_path import fuses_projections
 from picotron_ray.config.support.precision import COMPUTE_BYTES
-from picotron_ray.config.validation.layout import splits_backward
 from picotron_ray.layout.layout import Layout
-from picotron_ray.layout.message_order import waiting_losses
 from picotron_ray.layout.recompute_policy import RecomputedBlocks
 from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.sizes import GATED_PIECE_BYTES
@@ -42,6 +39,7 @@ from picotron_ray.planner.kept_activations import (
     stream_bytes,
     weight_bytes,
 )
+from picotron_ray.planner.logit_bytes import HeadBytes, casts_first, logit_bytes, waiting_logits
 from picotron_ray.planner.model_sizes import padded_elements, sizes_of
 from picotron_ray.planner.narrow_gathers import saved_of_block
 from picotron_ray.planner.sent_bytes import in_root
@@ -74,14 +72,6 @@ class GatheredBytes(NamedTuple):
     embedding: float = 0.0
 
 
-class HeadBytes(NamedTuple):
-    """Bytes of logits and what belongs to them, by moment; zeros on a rank without a head."""
-
-    forward: float = 0.0
-    loss: float = 0.0
-    head: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class RankMoments:
     """Constants of one pipeline rank, in bytes.
@@ -95,6 +85,7 @@ class RankMoments:
         ends: the gradient of the embedding's table, and of its output; 0: no embedding here.
         fresh: gradients, and weights that stay, that a step begins without, where all its micro-batches are
             in flight together.
+        unmade: of those, the gradients of the last block and the embedding, which come at the end.
         copies: weights in 16 bits that stay, also during the update; `gathered` has them too.
         made: gradients of one block that `gathered` has whole, when they are made.
     """
@@ -108,6 +99,7 @@ class RankMoments:
     ends: float
     gathered: GatheredBytes
     fresh: float
+    unmade: float
     copies: float
     made: float
 
@@ -116,8 +108,9 @@ class RankMoments:
 
         A step begins without gradients, but for buckets that replicas reduce. Where all its micro-batches are
         in flight together, gradients grow as activations go. Then both ends of the first backward pass are
-        looked at: all activations without gradients, and all gradients with one micro-batch less. So they do
-        within a block, of which ZeRO has the gradients whole.
+        looked at: all activations without gradients, and all gradients with one micro-batch less; of a single
+        micro-batch, its last block with the gradients of all others. So they do within a block, of which ZeRO
+        has the gradients whole.
         """
         blocks, flying, gathered, logits = self.blocks, self.flying, self.gathered, self.logits
         inside = blocks.held(again)
@@ -140,6 +133,8 @@ class RankMoments:
             found = [(whole - self.fresh, held) for whole, held in passing]
             if flying > 1:
                 found += [(whole, held - kept / flying) for whole, held in passing]
+            else:
+                found.append((gathered.backward - self.made - self.unmade, work - inside + one))
         if self.ends:
             found.append((gathered.embedding, (1 - 1 / max(1.0, flying)) * kept + self.ends))
         whole, held = max(found, key=sum)
@@ -171,7 +166,7 @@ def rank_moments(
     # a gradient waits in 16 bits to be added up, or in the type of the sum where autograd casts it first
     # (`parallel.precision.compute_weights`); FSDP casts when it reduces
     added = (
-        (wide if _casts_first(job, layout) else item)
+        (wide if casts_first(job, layout) else item)
         if narrows(job) and not (layout.zero and layout.shards > 1)
         else 0
     )
@@ -184,73 +179,17 @@ def rank_moments(
         at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
         + _gated_bytes(job, layout, tokens)
         + _largest_matrix(job, layout) * made,
-        logits=logit_bytes(job, layout, tokens, (head, made), _losses(job, layout)) if head else HeadBytes(),
+        logits=logit_bytes(job, layout, tokens, (head, made), waiting_logits(job, layout))
+        if head
+        else HeadBytes(),
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) + _staying(job, layout, depth) if together else 0.0,
+        unmade=((parameters - head - embed) / max(1, depth) + embed)
+        * (wide if unreduced else part / parameters),
         copies=copies,
         made=_made(job, layout, depth),
     )
-
-
-def logit_bytes(
-    job: JobConfig, layout: Layout, tokens: float, weight: tuple[float, float], losses: float
-) -> HeadBytes:
-    """Bytes of logits when they are made, when the loss is, and when the head's gradient is.
-
-    In a pipeline a micro-batch keeps its softmax and its output until its backward pass. Capped logits are a
-    further copy, wide.
-
-    Args:
-        weight: elements of the head here, and bytes of each in its gradient.
-        losses: micro-batches that wait so (`message_order.waiting_losses`).
-    """
-    sizes, item, wide = sizes_of(job.model), COMPUTE_BYTES[job.precision], STATE_BYTES[job.precision]
-    cut = layout.tp if sizes.sequence_cut else 1
-    narrow = item if item < wide else 0
-    inputs = tokens * sizes.hidden * item
-    capped = wide if job.model.builder is None and job.model.logit_softcap is not None else 0
-    if job.kernels.loss == "linear":
-        one = min(tokens, job.kernels.loss_chunk) * sizes.vocabulary / cut * (wide + narrow + capped)
-        narrowed = one * narrow / (wide + narrow + capped)
-        return HeadBytes(one, one, inputs + _linear_head_bytes(job, layout, weight[0], one, narrowed))
-    one = tokens * sizes.vocabulary / cut
-    waiting = one * capped * losses
-    if layout.pp > 1:
-        waiting += one * ((wide + item) * losses - wide)
-    made = waiting + one * (item + narrow)
-    loss = waiting + one * (2 * wide + narrow if cut > 1 else 3 * wide)
-    return HeadBytes(made, loss, made + inputs + math.prod(weight))
-
-
-def _losses(job: JobConfig, layout: Layout) -> float:
-    if layout.pp == 1:
-        return 1.0
-    schedule = schedule_of(layout.schedule, job.layout.actions)
-    return waiting_losses(schedule, layout.pipeline_shape(job.data.global_batch))
-
-
-def _casts_first(job: JobConfig, layout: Layout) -> bool:
-    """Whether autograd casts gradients of copies in 16 bits before they are added up."""
-    return splits_backward(job, layout) or job.precision == "fp8"
-
-
-def _linear_head_bytes(
-    job: JobConfig, layout: Layout, elements: float, logits: float, narrowed: float
-) -> float:
-    """Most bytes while the linear cross-entropy makes the head's gradient, in a wide sum over chunks.
-
-    That is when a chunk's logits are made; or when their gradient, in 16 bits, is multiplied, by a kernel
-    that adds to the sum or one whose product is added later (`parallel.precision.wide_sums`); or at the end,
-    when autograd casts the sum to the type of the weight.
-
-    Args:
-        logits: bytes of a chunk's; narrowed: of their gradient in 16 bits, 0 where nothing is.
-    """
-    total, item = elements * STATE_BYTES[job.precision], COMPUTE_BYTES[job.precision]
-    product = elements * item if narrowed and job.cluster.device != "cuda" else 0.0
-    cast = elements * item if narrows(job) and not _casts_first(job, layout) else 0.0
-    return total + max(logits, narrowed + product, cast)
 
 
 def _gated_bytes(job: JobConfig, layout: Layout, tokens: float) -> float:

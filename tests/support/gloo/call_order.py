@@ -8,7 +8,7 @@ from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.runtime.worker.newest_operations import newest_operations
 from picotron_ray.train.dry_run.call_order import Call
 
-MOST = 5_000
+MOST = 20_000
 """Operations of a generation."""
 TYPES = {"Float": "float32", "BFloat16": "bfloat16", "Double": "float64", "Long": "int64", "Byte": "uint8"}
 

@@ -177,7 +177,7 @@ def serve(pipe: Connection, stacks: str) -> None:
     import importlib
     import warnings
 
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # tests ask for the order of operations
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "20000")  # tests ask for the order of operations
     import torch
     from sitecustomize import follow_context  # of tests/support, or this process has not started as it should
 

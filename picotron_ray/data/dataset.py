@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.support.mixture import shares_by_step
 from picotron_ray.data import batch
-from picotron_ray.data.cache import VOCABULARY, byte_splits
-from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
-from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
-from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
-from picotron_ray.data.plan.packed_samples import PackedSamples
+from picotron_ray.data.plan.mixed_samples import MixedSamples
+from picotron_ray.data.plan.mixture import MIXTURE_VERSION, Mixture, MixturePlan, Stretch
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
-from picotron_ray.data.samples import Dataset, SampleSet, Tokens
+from picotron_ray.data.samples import SampleSet
 from picotron_ray.data.shuffle import ORDER_VERSION
+from picotron_ray.data.source_samples import SourceSamples, open_source
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
 
@@ -67,70 +66,64 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
         DataError: one line, when the data is missing, unreadable, empty, shorter than one sample per
             split, or beyond the vocabulary.
     """
-    if data.source == "memmap":
-        splits = memmap_splits(data, model_vocab, cache_dir)
-    elif model_vocab < VOCABULARY:
-        raise DataError(
-            f"model.vocab_size: {model_vocab} is less than the {VOCABULARY} ids of the byte tokenizer that"
-            f" data.source {data.source} uses (256 bytes, end of document); set it to at least {VOCABULARY}"
-        )
-    else:
-        splits = byte_splits(data, cache_dir)
-    packed = data.batching == "packed"
-    for name, tokens in () if packed else (("training", splits.train), ("held-out", splits.held_out)):
-        if len(tokens) <= data.sequence_length:
-            raise DataError(
-                f"data.path: the {name} part has {len(tokens)} tokens, but one sample needs"
-                f" {data.sequence_length + 1}; give more data, a smaller data.sequence_length, or another"
-                f" data.held_out_fraction than {data.held_out_fraction}"
-            )
-    train_mask, held_mask = splits.masks or (None, None)
-    for name, mask in (("training", train_mask), ("held-out", held_mask)):
-        if mask is not None and not _any_counts(mask):
-            raise DataError(
-                f"data.loss_mask: nothing of the {name} part counts in the loss; give more data, or another"
-                f" data.held_out_fraction than {data.held_out_fraction}"
-            )
-    identity = f"{splits.digest}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
-    train: SampleSet = Dataset(splits.train, data.sequence_length, train_mask)
-    held: SampleSet = Dataset(splits.held_out, data.sequence_length, held_mask)
-    notes: tuple[str, ...] = ()
-    if packed:
-        identity += f"/packed/{data.long_documents}/{PACKING_VERSION}"
-        request = PackRequest(splits.digest, end_of(data), data.sequence_length, seed, data.long_documents)
-        train = _packed("training", splits.train, train_mask, request, cache_dir)
-        held_request = replace(request, digest=f"{splits.digest} held out", seed=batch.EVALUATION_SEED)
-        held = _packed("held-out", splits.held_out, held_mask, held_request, cache_dir)
-        notes = (train.told(),)
+    if not data.sources:
+        found = open_source("data", data, model_vocab, seed, cache_dir)
+        plan: SamplePlan = UniformPlan(seed, data.global_batch, found.train.samples)
+        return _splits(data, found, plan, f"{found.identity}/{data.sequence_length}/{seed}/{ORDER_VERSION}")
+    return _mixed(data, model_vocab, seed, cache_dir)
+
+
+def _splits(data: DataConfig, found: SourceSamples, plan: SamplePlan, identity: str) -> DataSplits:
     return DataSplits(
-        train=train,
-        held_out=held,
+        train=found.train,
+        held_out=found.held_out,
         fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
-        bigram_entropy=splits.bigram_entropy,
-        plan=UniformPlan(seed, data.global_batch, train.samples),
+        bigram_entropy=found.bigram_entropy,
+        plan=plan,
         global_batch=data.global_batch,
-        notes=notes,
+        notes=found.notes,
     )
 
 
-def _packed(
-    name: str, tokens: Tokens, mask: Tokens | None, request: PackRequest, cache_dir: Path
-) -> PackedSamples:
-    """Pack a part of the data into rows."""
-    pieces, rows = packed_rows(tokens, request, cache_dir)
-    found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
-    if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
-        raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")
-    return found
+def _mixed(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> DataSplits:
+    """Open all sources of a mixture, and plan which row is of which one."""
+    seeds = tuple(_seed_of(seed, name) for name in data.sources)
+    found = [
+        open_source(key, data, model_vocab, own, cache_dir)
+        for key, own in zip(data.named_sources, seeds, strict=True)
+    ]
+    shares = shares_by_step(data.sources)
+    stretches = tuple(Stretch(step * data.global_batch, rows) for step, rows in shares.items())
+    counts = tuple(source.train.samples for source in found)
+    plan = MixturePlan(data.global_batch, seeds, counts, Mixture(seed, stretches))
+    held = [source.held_out.samples for source in found]
+    first = stretches[0].quotas
+    joined = SourceSamples(
+        MixedSamples(tuple(source.train for source in found), tuple(map(float, first))),
+        MixedSamples(tuple(source.held_out for source in found), tuple(map(float, held))),
+        "",
+        sum(source.bigram_entropy * size for source, size in zip(found, held, strict=True)) / sum(held),
+        tuple(f"{name}: {note}" for name, of in zip(data.sources, found, strict=True) for note in of.notes),
+    )
+    names = [(name, source.identity) for name, source in zip(data.sources, found, strict=True)]
+    words = [names, sorted(shares.items()), data.sequence_length, seed, MIXTURE_VERSION]
+    return _splits(data, joined, plan, json.dumps(words))
 
 
-def end_of(data: DataConfig) -> int:
-    """Token id that ends a document. Raises DataError where token files do not say."""
-    if data.document_end is None:
-        raise DataError("data.end_token: saw null, expected the id that ends a document in these token files")
-    return data.document_end
+def _seed_of(seed: int, name: str) -> int:
+    """Derive the seed of a source's order, which no other source changes."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1
 
 
-def _any_counts(mask: Tokens) -> bool:
-    """Whether some token counts, by looking as far as the first that does. Not at the first token of all."""
-    return any(mask[at : at + SCAN_TOKENS].any() for at in range(1, len(mask), SCAN_TOKENS))
+def check_supply(data: DataConfig, splits: DataSplits, steps: int) -> None:
+    """Raise DataError where a source that does not repeat has fewer rows than a run of ``steps`` needs."""
+    plan = splits.plan
+    if not isinstance(plan, MixturePlan):
+        return
+    for at, (name, source) in enumerate(data.sources.items()):
+        step = None if source.repeat else plan.dry_step(at, steps)
+        if step is not None:
+            raise DataError(
+                f"data.sources.{name}: its {plan.counts[at]} rows last until step {step - 1} of {steps}; give"
+                " more data, a smaller weight or fewer steps, or say repeat=true"
+            )

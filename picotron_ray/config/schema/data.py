@@ -11,18 +11,8 @@ from picotron_ray.config.schema.base import Section
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
 
-class DataConfig(Section):
-    """Source of samples. A sample is ``sequence_length`` + 1 consecutive tokens of one stream.
-
-    Example::
-
-        data:
-          source: jsonl
-          path: corpus/*.jsonl
-          text_key: body
-          sequence_length: 512
-          global_batch: 64
-    """
+class SourceConfig(Section):
+    """Where documents come from."""
 
     source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
         default="stdlib",
@@ -43,6 +33,69 @@ class DataConfig(Section):
     )
     memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
         default="uint16", description="memmap: type of a token id"
+    )
+    end_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="memmap: the id that ends a document, for document_masks; other sources write their own",
+    )
+    loss_mask: bool = Field(
+        default=False,
+        description="only some tokens count, such as answers, and the loss is the mean over those. memmap:"
+        " beside each token file lies a file .mask, a byte per token: 1 where it counts as a target, else 0."
+        " jsonl: prompt_key or spans_key says",
+    )
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document; None where token files do not say."""
+        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT
+
+
+class MixedSource(SourceConfig):
+    """One of several sources, and its share of the rows."""
+
+    weight: float | tuple[tuple[int, float], ...] = Field(
+        default=1.0,
+        description="share of the rows, relative to the other sources' weights; or by step: [[0, 1.0], [1000,"
+        " 0.5]] is 1.0 for the first 1,000 steps and 0.5 from then on",
+    )
+    repeat: bool = Field(
+        default=True,
+        description="false: a run that would need more rows than the source has is refused before it starts",
+    )
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Weight by the number of steps before it begins to hold, ascending from 0."""
+        return {0: self.weight} if isinstance(self.weight, float) else dict(sorted(self.weight))
+
+
+class DataConfig(SourceConfig):
+    """Samples, and how they are cut into batches.
+
+    A sample is ``sequence_length`` + 1 consecutive tokens of one stream, or a row of whole documents.
+
+    Example::
+
+        data:
+          source: jsonl
+          path: corpus/*.jsonl
+          text_key: body
+          sequence_length: 512
+          global_batch: 64
+
+    Or several sources, of which each row is of one::
+
+        data:
+          sources:
+            web: {source: jsonl, path: web/*.jsonl, weight: 3}
+            code: {source: text, path: src, weight: [[0, 1], [10000, 2]]}
+    """
+
+    sources: dict[str, MixedSource] = Field(
+        default_factory=dict,
+        description="several sources by name, instead of source and path; each row is of one of them",
     )
     sequence_length: int = Field(default=128, ge=1, description="tokens per sample that are predicted")
     global_batch: int = Field(
@@ -67,17 +120,6 @@ class DataConfig(Section):
         description="a token attends only to tokens of its own document within the sample; loss and order of"
         " samples stay",
     )
-    end_token: int | None = Field(
-        default=None,
-        ge=0,
-        description="memmap: the id that ends a document, for document_masks; other sources write their own",
-    )
-    loss_mask: bool = Field(
-        default=False,
-        description="only some tokens count, such as answers, and the loss is the mean over those. memmap:"
-        " beside each token file lies a file .mask, a byte per token: 1 where it counts as a target, else 0."
-        " jsonl: prompt_key or spans_key says",
-    )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
 
     @property
@@ -88,7 +130,8 @@ class DataConfig(Section):
     @property
     def leaves_out(self) -> bool:
         """Whether some targets count in no loss: masked ones, or padding."""
-        return self.loss_mask or self.batching == "packed"
+        masked = any(source.loss_mask for source in self.named_sources.values())
+        return masked or self.batching == "packed"
 
     @property
     def asks_apart(self) -> tuple[str, str]:
@@ -98,6 +141,8 @@ class DataConfig(Section):
         return "data.document_masks", str(self.document_masks).lower()
 
     @property
-    def document_end(self) -> int | None:
-        """The id that ends a document; None where token files do not say."""
-        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT
+    def named_sources(self) -> dict[str, SourceConfig]:
+        """Sources by the key under which the config has them: ``data``, or ``data.sources.NAME``."""
+        if not self.sources:
+            return {"data": self}
+        return {f"data.sources.{name}": source for name, source in self.sources.items()}

@@ -15,6 +15,7 @@ from picotron_ray.config.validation import (
     alerts,
     comm,
     compute,
+    data,
     fp8,
     kernels,
     memory,
@@ -27,6 +28,7 @@ from picotron_ray.config.validation import (
 RULES = (
     *adapt.RULES,
     *model.RULES,
+    *data.RULES,
     *compute.RULES,
     *fp8.RULES,
     *optimizer.RULES,

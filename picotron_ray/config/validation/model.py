@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import (
     LoraConfig,
@@ -17,8 +16,6 @@ from picotron_ray.config.schema.model import (
     rotary_width,
 )
 from picotron_ray.models.families.registry import family_of, freeze_mistakes, target_mistakes
-
-BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
 
 def _builder(job: JobConfig) -> Iterator[Problem]:
@@ -199,74 +196,6 @@ def _finetuning(job: JobConfig) -> Iterator[Problem]:
         yield Problem("model.lora.rank", text, ("precision",))
 
 
-def _data(job: JobConfig) -> Iterator[Problem]:
-    data, vocabulary = job.data, job.model.vocab_size
-    if data.source == "stdlib" and data.path is not None:
-        text = (
-            "saw a path with data.source=stdlib, which reads none; say data.source=text (jsonl, memmap), or"
-        )
-        yield Problem("data.path", f"{text} drop it", ("data.source",))
-    if data.source != "stdlib" and not data.path:
-        what = "a file or folder of token ids" if data.source == "memmap" else "a file, folder or glob"
-        text = f"saw nothing, expected {what} for data.source={data.source}; say data.path=..."
-        yield Problem("data.path", text, ("data.source",))
-    if data.source != "memmap" and vocabulary < BYTE_VOCABULARY:
-        yield Problem(
-            "model.vocab_size",
-            f"saw {vocabulary}, expected at least {BYTE_VOCABULARY} (256 bytes and end of document) for"
-            f" data.source={data.source}",
-            ("data.source",),
-        )
-    if data.path and "://" in data.path:
-        yield Problem("data.path", "saw a URL, expected a path that every node can read", ())
-
-
-def _loss_mask(job: JobConfig) -> Iterator[Problem]:
-    data, keys = job.data, ("data.prompt_key", "data.spans_key")
-    given = [key for key in keys if getattr(job.data, key.removeprefix("data.")) is not None]
-    if data.loss_mask and data.source not in ("memmap", "jsonl"):
-        text = f"saw true with data.source={data.source}, which has no masks; use jsonl or memmap, or drop it"
-        yield Problem("data.loss_mask", text, ("data.source",))
-    for key in given:
-        name = getattr(data, key.removeprefix("data."))
-        if data.source != "jsonl":
-            text = f"saw {name!r} with data.source={data.source}, whose documents have no keys; drop it"
-            yield Problem(key, text, ("data.source",))
-        elif not data.loss_mask:
-            text = f"saw {name!r} with data.loss_mask=false, where all tokens count; say data.loss_mask=true,"
-            yield Problem(key, f"{text} or drop it", ("data.loss_mask",))
-        elif name == data.text_key:
-            text = f"saw {name!r}, which is data.text_key too; name another key of the records, or drop it"
-            yield Problem(key, text, ("data.text_key",))
-    if data.source == "jsonl" and data.loss_mask and len(given) != 1:
-        seen = "neither data.prompt_key nor data.spans_key" if not given else "both data.prompt_key and"
-        seen += "" if not given else " data.spans_key"
-        text = f"saw true with {seen}, expected the one that says which tokens of a record count"
-        yield Problem("data.loss_mask", text, ("data.source", *keys))
-
-
-def _documents(job: JobConfig) -> Iterator[Problem]:
-    data, end, vocabulary = job.data, job.data.end_token, job.model.vocab_size
-    asking, seen = data.asks_apart
-    if data.keeps_documents_apart and job.model.builder is not None:
-        text = f"saw {seen}; a model of your own attends as it was built: leave it out"
-        yield Problem(asking, text, ("model.builder",))
-    if data.long_documents is not None and data.batching != "packed":
-        text = f"saw {data.long_documents} with data.batching={data.batching}, whose rows part documents"
-        yield Problem("data.long_documents", f"{text} wherever they end; drop it", ("data.batching",))
-    if data.source != "memmap":
-        if end is not None:
-            text = f"saw {end} with data.source={data.source}, which ends documents by itself; drop it"
-            yield Problem("data.end_token", text, ("data.source",))
-    elif end is None:
-        if data.keeps_documents_apart:
-            text = f"saw null with {asking}={seen}; say which id ends a document in these token files"
-            yield Problem("data.end_token", text, ("data.source", asking))
-    elif end >= vocabulary:
-        text = f"saw {end}, expected an id below model.vocab_size={vocabulary}"
-        yield Problem("data.end_token", text, ("data.source", "model.vocab_size"))
-
-
 RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _builder,
     _model,
@@ -274,7 +203,4 @@ RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
     _family,
     _moe,
     _finetuning,
-    _data,
-    _loss_mask,
-    _documents,
 )

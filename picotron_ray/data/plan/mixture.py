@@ -9,7 +9,6 @@ comes twice, and none is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -17,37 +16,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from picotron_ray.config.support.mixture import CYCLE
 from picotron_ray.data.shuffle import Index, sample_index, samples_between
 
-CYCLE = 1 << 16
-"""Rows of a cycle: weights are kept to 1/65,536."""
-SAMPLE_BITS = 48
-"""Bits of a sample's number that say which of its source's it is; those above say which source."""
-MOST_SOURCES = 1 << (63 - SAMPLE_BITS)
-
-
-def quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Share `CYCLE` rows by weight: the whole parts, and one more where the remainders are largest.
-
-    Raises ValueError for a weight that is not positive and finite, or so small that it has no row.
-
-    >>> quotas([2.0, 1.0, 1.0])
-    (32768, 16384, 16384)
-    >>> sum(quotas([1.0, 1.0, 1.0]))
-    65536
-    """
-    values = np.asarray(weights, np.float64)
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError(f"saw weights {list(weights)}, expected positive numbers")
-    exact = values / values.sum() * CYCLE
-    whole = np.floor(exact).astype(np.int64)
-    largest = np.argsort(whole - exact, kind="stable")[: CYCLE - int(whole.sum())]
-    whole[largest] += 1
-    if not whole.all():
-        at = int(np.argmin(whole))
-        total = float(values.sum())
-        raise ValueError(f"saw weight {weights[at]} of {total:g} in all, expected 1/{CYCLE} of that at least")
-    return tuple(whole.tolist())
+MIXTURE_VERSION = 2
+"""Version of the order: changing anything here changes every run of the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +120,8 @@ def _cycle(
 class MixturePlan:
     """Order version 2: rows of several sources, each shuffled anew in each of its own epochs.
 
+    A sample's number counts the samples of the sources before its own, and those before it there.
+
     Fields:
         global_batch: rows of a step.
         seeds: of each source's permutations; they follow from the run's seed and the source's name, so that
@@ -165,14 +140,25 @@ class MixturePlan:
         return (step - 1) * self.global_batch, step * self.global_batch
 
     def samples(self, first: int, last: int) -> Index:
-        """Return the samples in the rows ``first .. last``: source and number in one (`SAMPLE_BITS`)."""
+        """Return the samples in the rows ``first .. last`` (half-open), int64."""
         sources, numbers = self.mixture.deal(first, last)
         found = np.empty(len(numbers), np.int64)
-        for source in np.unique(sources).tolist():
+        before = 0
+        for source, (seed, count) in enumerate(zip(self.seeds, self.counts, strict=True)):
             mine = sources == source
-            wanted = numbers[mine]
-            # of one source the numbers follow each other: its rows are dealt in order
-            low, high = int(wanted[0]), int(wanted[-1]) + 1
-            chosen = samples_between(self.seeds[source], low, high, self.counts[source])
-            found[mine] = (source << SAMPLE_BITS) | chosen
+            if mine.any():  # the rows of one source are dealt in order
+                low, high = int(numbers[mine][0]), int(numbers[mine][-1]) + 1
+                found[mine] = before + samples_between(seed, low, high, count)
+            before += count
         return found
+
+    def dry_step(self, source: int, steps: int) -> int | None:
+        """Return the step that needs more rows of a source than one epoch has; None: none of ``steps``."""
+        if self.mixture.used(steps * self.global_batch)[source] <= self.counts[source]:
+            return None
+        low, high = 0, steps  # enough after low, too many after high
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = self.mixture.used(middle * self.global_batch)[source] <= self.counts[source]
+            low, high = (middle, high) if enough else (low, middle)
+        return high

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.runtime.driver.submission import Submission, refuse_lost_folders
 
@@ -32,14 +33,23 @@ def absolute_paths(job: JobConfig, submission: Submission | None) -> dict[str, A
         "overflow_folder": _absolute(job.snapshot.overflow_folder),
     }
     trackers = tuple(each.model_copy(update={"folder": _absolute(each.folder)}) for each in job.trackers)
-    data_path = job.data.path if keep_data else _absolute(job.data.path)
+    kept = {} if keep_data else _data_paths(job.data)
     return {
         "trackers": trackers,
         "storage": job.storage.model_copy(update={"url": _absolute(job.storage.url)}),
-        "data": job.data.model_copy(update={"path": data_path}),
+        "data": job.data.model_copy(update=kept),
         "snapshot": job.snapshot.model_copy(update=snapshot),
         "init_from": job.init_from.model_copy(update={"url": _absolute(job.init_from.url)}),
     }
+
+
+def _data_paths(data: DataConfig) -> dict[str, Any]:
+    """Paths of the data, absolute."""
+    sources = {
+        name: source.model_copy(update={"path": _absolute(source.path)})
+        for name, source in data.sources.items()
+    }
+    return {"path": _absolute(data.path), "sources": sources}
 
 
 def _absolute(path: str | None) -> str | None:

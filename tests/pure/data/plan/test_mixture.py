@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from picotron_ray.data.plan.mixture import CYCLE, SAMPLE_BITS, Mixture, MixturePlan, Stretch, quotas
+from picotron_ray.config.support.mixture import CYCLE, quotas
+from picotron_ray.data.plan.mixture import Mixture, MixturePlan, Stretch
 
 
 def mixture(*stretches: tuple[int, tuple[float, ...]]) -> Mixture:
@@ -66,7 +67,8 @@ def test_each_source_is_shuffled_anew_in_its_own_epochs() -> None:
     assert plan.numbers(3) == (8, 12)
     rows = 400
     ids = plan.samples(0, rows)
-    sources, samples = ids >> SAMPLE_BITS, ids & ((1 << SAMPLE_BITS) - 1)
+    sources = (ids >= counts[0]).astype(int)
+    samples = ids - sources * counts[0]
     for source, count in enumerate(counts):
         mine = samples[sources == source]
         epochs = [mine[at : at + count] for at in range(0, len(mine) - count + 1, count)]
@@ -81,6 +83,6 @@ def test_a_source_more_leaves_the_order_within_the_others() -> None:
     three = MixturePlan(4, (1, 2, 3), (50, 50, 50), mixture((0, (0.4, 0.4, 0.2))))
     for source in range(2):
         first, second = (plan.samples(0, 300) for plan in (two, three))
-        one, other = (ids[ids >> SAMPLE_BITS == source] for ids in (first, second))
+        one, other = (ids[ids // 50 == source] for ids in (first, second))
         both = min(len(one), len(other))
         assert np.array_equal(one[:both], other[:both])

@@ -1,0 +1,122 @@
+"""Samples of one source: both of its splits, opened and checked from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from picotron_ray.config.schema.data import DataConfig, SourceConfig
+from picotron_ray.data.batch import EVALUATION_SEED
+from picotron_ray.data.cache import VOCABULARY, TokenSplits, byte_splits
+from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
+from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
+from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
+from picotron_ray.data.plan.packed_samples import PackedSamples
+from picotron_ray.data.samples import Dataset, SampleSet, Tokens
+from picotron_ray.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSamples:
+    """Both splits of a source.
+
+    Fields:
+        identity: what decides which samples there are.
+        bigram_entropy: of the held-out tokens, nats per token.
+        notes: what a user should know of how samples were made.
+    """
+
+    train: SampleSet
+    held_out: SampleSet
+    identity: str
+    bigram_entropy: float
+    notes: tuple[str, ...] = ()
+
+
+def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
+    """Open a source of the data.
+
+    Args:
+        key: under which the config has it (`DataConfig.named_sources`).
+        seed: of the order in which documents are packed.
+
+    Raises DataError as `data.dataset.build_dataset` does.
+    """
+    source = data.named_sources[key]
+    own = {name: getattr(source, name) for name in SourceConfig.model_fields}
+    try:
+        return _open(data.model_copy(update={**own, "sources": {}}), model_vocab, seed, cache_dir)
+    except DataError as error:
+        name, dot, rest = str(error).partition(".")
+        if key == "data" or name != "data" or rest.partition(":")[0] not in own:
+            raise
+        raise DataError(f"{key}{dot}{rest}") from None
+
+
+def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
+    splits = _splits(data, model_vocab, cache_dir)
+    train_mask, held_mask = splits.masks or (None, None)
+    parts = (("training", splits.train, train_mask), ("held-out", splits.held_out, held_mask))
+    for name, tokens, mask in parts:
+        _check(data, name, tokens, mask)
+    if data.batching == "fixed":
+        train, held = (Dataset(tokens, data.sequence_length, mask) for _, tokens, mask in parts)
+        return SourceSamples(train, held, splits.digest, splits.bigram_entropy)
+    request = PackRequest(splits.digest, end_of(data), data.sequence_length, seed, data.long_documents)
+    held_request = replace(request, digest=f"{splits.digest} held out", seed=EVALUATION_SEED)
+    packed, packed_held = (
+        _packed(*part, asked, cache_dir) for part, asked in zip(parts, (request, held_request), strict=True)
+    )
+    identity = f"{splits.digest}/packed/{data.long_documents}/{PACKING_VERSION}"
+    return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),))
+
+
+def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> TokenSplits:
+    if data.source == "memmap":
+        return memmap_splits(data, model_vocab, cache_dir)
+    if model_vocab < VOCABULARY:
+        raise DataError(
+            f"model.vocab_size: {model_vocab} is less than the {VOCABULARY} ids of the byte tokenizer that"
+            f" data.source {data.source} uses (256 bytes, end of document); set it to at least {VOCABULARY}"
+        )
+    return byte_splits(data, cache_dir)
+
+
+def _check(data: DataConfig, name: str, tokens: Tokens, mask: Tokens | None) -> None:
+    """Raise DataError where a part has no sample, or none that counts."""
+    if data.batching == "fixed" and len(tokens) <= data.sequence_length:
+        raise DataError(
+            f"data.path: the {name} part has {len(tokens)} tokens, but one sample needs"
+            f" {data.sequence_length + 1}; give more data, a smaller data.sequence_length, or another"
+            f" data.held_out_fraction than {data.held_out_fraction}"
+        )
+    if mask is not None and not _any_counts(mask):
+        raise DataError(
+            f"data.loss_mask: nothing of the {name} part counts in the loss; give more data, or another"
+            f" data.held_out_fraction than {data.held_out_fraction}"
+        )
+
+
+def _packed(
+    name: str, tokens: Tokens, mask: Tokens | None, request: PackRequest, cache_dir: Path
+) -> PackedSamples:
+    """Pack a part of the data into rows."""
+    pieces, rows = packed_rows(tokens, request, cache_dir)
+    found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
+    if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
+        raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")
+    return found
+
+
+def end_of(data: SourceConfig) -> int:
+    """Return the token id that ends a document. Raises DataError where token files do not say."""
+    if data.document_end is None:
+        raise DataError("data.end_token: saw null, expected the id that ends a document in these token files")
+    return data.document_end
+
+
+def _any_counts(mask: Tokens) -> bool:
+    """Whether some token counts, by looking as far as the first that does. Not at the first token of all."""
+    return any(mask[at : at + SCAN_TOKENS].any() for at in range(1, len(mask), SCAN_TOKENS))

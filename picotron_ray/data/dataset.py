@@ -87,7 +87,7 @@ def _splits(data: DataConfig, found: SourceSamples, plan: SamplePlan, identity: 
 
 def _mixed(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> DataSplits:
     """Open all sources of a mixture, and plan which row is of which one."""
-    seeds = tuple(_seed_of(seed, name) for name in data.sources)
+    seeds = tuple(_seed_of(seed, source.name) for source in data.sources)
     found = [
         open_source(key, data, model_vocab, own, cache_dir)
         for key, own in zip(data.named_sources, seeds, strict=True)
@@ -96,17 +96,17 @@ def _mixed(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> Da
     stretches = tuple(Stretch(step * data.global_batch, rows) for step, rows in shares.items())
     counts = tuple(source.train.samples for source in found)
     plan = MixturePlan(data.global_batch, seeds, counts, Mixture(seed, stretches))
-    held = [source.held_out.samples for source in found]
+    held, names = [source.held_out.samples for source in found], [source.name for source in data.sources]
     first = stretches[0].quotas
     joined = SourceSamples(
         MixedSamples(tuple(source.train for source in found), tuple(map(float, first))),
         MixedSamples(tuple(source.held_out for source in found), tuple(map(float, held))),
         "",
         sum(source.bigram_entropy * size for source, size in zip(found, held, strict=True)) / sum(held),
-        tuple(f"{name}: {note}" for name, of in zip(data.sources, found, strict=True) for note in of.notes),
+        tuple(f"{name}: {note}" for name, of in zip(names, found, strict=True) for note in of.notes),
     )
-    names = [(name, source.identity) for name, source in zip(data.sources, found, strict=True)]
-    words = [names, sorted(shares.items()), data.sequence_length, seed, MIXTURE_VERSION]
+    parts = [(name, source.identity) for name, source in zip(names, found, strict=True)]
+    words = [parts, sorted(shares.items()), data.sequence_length, seed, MIXTURE_VERSION]
     return _splits(data, joined, plan, json.dumps(words))
 
 
@@ -120,10 +120,10 @@ def check_supply(data: DataConfig, splits: DataSplits, steps: int) -> None:
     plan = splits.plan
     if not isinstance(plan, MixturePlan):
         return
-    for at, (name, source) in enumerate(data.sources.items()):
+    for at, source in enumerate(data.sources):
         step = None if source.repeat else plan.dry_step(at, steps)
         if step is not None:
             raise DataError(
-                f"data.sources.{name}: its {plan.counts[at]} rows last until step {step - 1} of {steps}; give"
-                " more data, a smaller weight or fewer steps, or say repeat=true"
+                f"data.sources.{source.name}: its {plan.counts[at]} rows last until step {step - 1} of {steps};"
+                " give more data, a smaller weight or fewer steps, or say repeat=true"
             )

@@ -47,7 +47,7 @@ def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_d
     source = data.named_sources[key]
     own = {name: getattr(source, name) for name in SourceConfig.model_fields}
     try:
-        return _open(data.model_copy(update={**own, "sources": {}}), model_vocab, seed, cache_dir)
+        return _open(data.model_copy(update={**own, "sources": ()}), model_vocab, seed, cache_dir)
     except DataError as error:
         name, dot, rest = str(error).partition(".")
         if key == "data" or name != "data" or rest.partition(":")[0] not in own:

@@ -55,6 +55,7 @@ class SourceConfig(Section):
 class MixedSource(SourceConfig):
     """One of several sources, and its share of the rows."""
 
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="of the source, in messages and metrics")
     weight: float | tuple[tuple[int, float], ...] = Field(
         default=1.0,
         description="share of the rows, relative to the other sources' weights; or by step: [[0, 1.0], [1000,"
@@ -89,13 +90,13 @@ class DataConfig(SourceConfig):
 
         data:
           sources:
-            web: {source: jsonl, path: web/*.jsonl, weight: 3}
-            code: {source: text, path: src, weight: [[0, 1], [10000, 2]]}
+            - {name: web, source: jsonl, path: web/*.jsonl, weight: 3}
+            - {name: code, source: text, path: src, weight: [[0, 1], [10000, 2]]}
     """
 
-    sources: dict[str, MixedSource] = Field(
-        default_factory=dict,
-        description="several sources by name, instead of source and path; each row is of one of them",
+    sources: tuple[MixedSource, ...] = Field(
+        default=(),
+        description="several sources, instead of source and path; each row is of one of them",
     )
     sequence_length: int = Field(default=128, ge=1, description="tokens per sample that are predicted")
     global_batch: int = Field(
@@ -145,4 +146,4 @@ class DataConfig(SourceConfig):
         """Sources by the key under which the config has them: ``data``, or ``data.sources.NAME``."""
         if not self.sources:
             return {"data": self}
-        return {f"data.sources.{name}": source for name, source in self.sources.items()}
+        return {f"data.sources.{source.name}": source for source in self.sources}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from picotron_ray.config.schema.data import MixedSource
 
@@ -43,7 +43,7 @@ def weight_at(source: MixedSource, step: int) -> float:
     return next(weight for first, weight in reversed(source.weights.items()) if first <= step)
 
 
-def shares_by_step(sources: Mapping[str, MixedSource]) -> dict[int, tuple[int, ...]]:
+def shares_by_step(sources: Sequence[MixedSource]) -> dict[int, tuple[int, ...]]:
     """Return the rows of each source in a cycle, by the number of steps before they begin to hold."""
-    steps = sorted({step for source in sources.values() for step in source.weights})
-    return {step: quotas([weight_at(source, step) for source in sources.values()]) for step in steps}
+    steps = sorted({step for source in sources for step in source.weights})
+    return {step: quotas([weight_at(source, step) for source in sources]) for step in steps}

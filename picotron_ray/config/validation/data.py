@@ -110,19 +110,22 @@ def _mixture(job: JobConfig) -> Iterator[Problem]:
             yield Problem(f"data.{name}", text, ("data.sources",))
     if len(sources) > MOST_SOURCES:
         yield Problem("data.sources", f"saw {len(sources)}, expected at most {MOST_SOURCES}", ())
-    wrong = [problem for name, source in sources.items() for problem in _weights_of(name, source)]
+    wrong = [problem for source in sources for problem in _weights_of(source)]
+    names = [source.name for source in sources]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield Problem("data.sources", f"saw the name {twice[0]} twice, expected each once", ())
     yield from wrong
     if not wrong:
-        for step in sorted({step for source in sources.values() for step in source.weights}):
-            held = [weight_at(source, step) for source in sources.values()]
+        for step in sorted({step for source in sources for step in source.weights}):
+            held = [weight_at(source, step) for source in sources]
             try:
                 quotas(held)
             except ValueError as error:
                 yield Problem("data.sources", f"{error}, from step {step + 1} on; give larger weights", ())
 
 
-def _weights_of(name: str, source: MixedSource) -> Iterator[Problem]:
-    key, weights = f"data.sources.{name}.weight", source.weights
+def _weights_of(source: MixedSource) -> Iterator[Problem]:
+    key, weights = f"data.sources.{source.name}.weight", source.weights
     for weight in weights.values():
         if not (math.isfinite(weight) and weight > 0):
             yield Problem(key, f"saw {weight:g}, expected more than 0; leave the source out instead", ())

@@ -45,10 +45,7 @@ def absolute_paths(job: JobConfig, submission: Submission | None) -> dict[str, A
 
 def _data_paths(data: DataConfig) -> dict[str, Any]:
     """Paths of the data, absolute."""
-    sources = {
-        name: source.model_copy(update={"path": _absolute(source.path)})
-        for name, source in data.sources.items()
-    }
+    sources = tuple(source.model_copy(update={"path": _absolute(source.path)}) for source in data.sources)
     return {"path": _absolute(data.path), "sources": sources}
 
 

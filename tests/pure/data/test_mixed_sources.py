@@ -32,7 +32,12 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def job_of(sources: dict[str, Any], **data: Any) -> Any:
-    words = {"sources": sources, "sequence_length": 16, "global_batch": BATCH, **data}
+    words = {
+        "sources": [{"name": name, **source} for name, source in sources.items()],
+        "sequence_length": 16,
+        "global_batch": BATCH,
+        **data,
+    }
     return parse_job({"steps": STEPS, "model": {"vocab_size": 260}, "data": words})
 
 

@@ -124,6 +124,6 @@ def check_supply(data: DataConfig, splits: DataSplits, steps: int) -> None:
         step = None if source.repeat else plan.dry_step(at, steps)
         if step is not None:
             raise DataError(
-                f"data.sources.{source.name}: its {plan.counts[at]} rows last until step {step - 1} of {steps};"
-                " give more data, a smaller weight or fewer steps, or say repeat=true"
+                f"data.sources.{source.name}: its {plan.counts[at]} rows last until step {step - 1} of"
+                f" {steps}; give more data, a smaller weight or fewer steps, or say repeat=true"
             )

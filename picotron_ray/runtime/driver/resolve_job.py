@@ -205,7 +205,7 @@ def _data(at: ResolvedJob) -> ResolvedJob:
     job = at.job
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     check_supply(job.data, data, job.steps)
-    return replace(at, data=data)
+    return replace(at, data=data).noting(*(f"data: {note}" for note in data.notes))
 
 
 def _layout(at: ResolvedJob) -> ResolvedJob:

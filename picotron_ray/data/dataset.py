@@ -53,7 +53,9 @@ class DataSplits:
         return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
 
 
-def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> DataSplits:
+def build_dataset(
+    data: DataConfig, model_vocab: int, seed: int, cache_dir: Path, steps: int = 0
+) -> DataSplits:
     """Read, tokenise (or find in the cache) and check the data of a run.
 
     Args:
@@ -61,16 +63,19 @@ def build_dataset(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path
         model_vocab: ``model.vocab_size``; every token id must be below it.
         seed: order of samples.
         cache_dir: a folder of this node for token caches, shared by its workers.
+        steps: those that a run is to take, for which sources that do not repeat must last.
 
     Raises:
         DataError: one line, when the data is missing, unreadable, empty, shorter than one sample per
-            split, or beyond the vocabulary.
+            split, beyond the vocabulary, or does not last.
     """
     if not data.sources:
         found = open_source("data", data, model_vocab, seed, cache_dir)
         plan: SamplePlan = UniformPlan(seed, data.global_batch, found.train.samples)
         return _splits(data, found, plan, f"{found.identity}/{data.sequence_length}/{seed}/{ORDER_VERSION}")
-    return _mixed(data, model_vocab, seed, cache_dir)
+    mixed = _mixed(data, model_vocab, seed, cache_dir)
+    check_supply(data, mixed, steps)
+    return mixed
 
 
 def _splits(data: DataConfig, found: SourceSamples, plan: SamplePlan, identity: str) -> DataSplits:

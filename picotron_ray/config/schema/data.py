@@ -12,7 +12,14 @@ END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
 
 class SourceConfig(Section):
-    """Where documents come from."""
+    """Source of documents.
+
+    Example::
+
+        data:
+          source: text
+          path: corpus/
+    """
 
     source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
         default="stdlib",
@@ -53,7 +60,15 @@ class SourceConfig(Section):
 
 
 class MixedSource(SourceConfig):
-    """One of several sources, and its share of the rows."""
+    """One of several sources, and its share of the rows.
+
+    Example::
+
+        data:
+          sources:
+            - {name: web, source: jsonl, path: web/*.jsonl, weight: 3}
+            - {name: code, source: text, path: src, weight: [[0, 1], [10000, 2]]}
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="of the source, in messages and metrics")
     weight: float | tuple[tuple[int, float], ...] = Field(
@@ -85,13 +100,6 @@ class DataConfig(SourceConfig):
           text_key: body
           sequence_length: 512
           global_batch: 64
-
-    Or several sources, of which each row is of one::
-
-        data:
-          sources:
-            - {name: web, source: jsonl, path: web/*.jsonl, weight: 3}
-            - {name: code, source: text, path: src, weight: [[0, 1], [10000, 2]]}
     """
 
     sources: tuple[MixedSource, ...] = Field(
@@ -143,7 +151,7 @@ class DataConfig(SourceConfig):
 
     @property
     def named_sources(self) -> dict[str, SourceConfig]:
-        """Sources by the key under which the config has them: ``data``, or ``data.sources.NAME``."""
+        """Sources by the key under which messages name them: ``data``, or that of a source and its name."""
         if not self.sources:
             return {"data": self}
         return {f"data.sources.{source.name}": source for source in self.sources}

@@ -88,7 +88,7 @@ class Bench:
         self.policy: Any = None
         self.state: list[Any] = []
         self.loads: dict[int, tuple[int, ...]] = {}
-        data = SimpleNamespace(train="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
+        data = SimpleNamespace(feed="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
         self.resources = WorkerResources(
             job=job(cluster__worker_memory_bytes=None),
             worker="w1",

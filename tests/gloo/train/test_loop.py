@@ -45,7 +45,13 @@ class Parts:
         return {"raised": found} if found else {}
 
     def next(self) -> Any:
-        return SimpleNamespace(rows=(0, 4), digest=DIGEST, global_tokens=32, loss_tokens=32)
+        return SimpleNamespace(
+            rows=(0, 4),
+            digest=DIGEST,
+            global_tokens=32,
+            loss_tokens=32,
+            tokens_until=32 * self.computing_step,
+        )
 
     def gradients_of(self, batch: Any, on_phase: Callable[[str], None]) -> tuple[float, float]:
         on_phase("forward")

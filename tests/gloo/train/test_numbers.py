@@ -275,8 +275,8 @@ def test_micro_batches_of_a_rank_that_shares_rows() -> None:
     job = JobConfig.model_validate({"data": data, "kernels": {"loss": "linear"}})
     tokens = np.array([[[1, 3, 2, 2, 3, 4, 5, 6, 7]], [[9, 8, 7, 3, 5, 4, 3, 2, 1]]], dtype=np.int64)
     weights = np.array([[1.0], [0.0]])
-    batch: Any = SimpleNamespace(tokens=tokens, weights=weights, counted=None)
-    assert {"tokens", "weights"} <= StepBatch.__annotations__.keys()
+    batch: Any = SimpleNamespace(tokens=tokens, weights=weights, counted=None, documents=None)
+    assert {"tokens", "weights", "counted", "documents"} <= StepBatch.__annotations__.keys()
     batcher = MicroBatcher(job, Layout(cp=2), 1, CPU, weighted=True)
     (inputs, targets, live, named), second = batcher.micro_batches(batch)
     assert inputs.tolist() == [[2, 2, 3, 4]]

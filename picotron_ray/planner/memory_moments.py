@@ -185,8 +185,8 @@ def rank_moments(
         ends=embed * made + tokens / cut * sizes.hidden * stream_bytes(job) if embed else 0.0,
         gathered=_gathered(job, layout, (head, embed), depth, parameters, whole - part, copies),
         fresh=(whole if unreduced else part) + _staying(job, layout, depth) if together else 0.0,
-        unmade=((parameters - head - embed) / max(1, depth) + embed)
-        * (wide if unreduced else part / parameters),
+        unmade=(whole if unreduced else part)
+        * (((parameters - head - embed) / max(1, depth) + embed) / max(1.0, parameters)),
         copies=copies,
         made=_made(job, layout, depth),
     )

@@ -82,7 +82,8 @@ class PackedSamples:
         """Say how full the rows are, and what became of long documents."""
         lengths, room = self.pieces.lengths, self.sequence_length + 1
         full = float(lengths.sum()) / (self.samples * room)
-        words = f"{len(lengths)} documents packed into {self.samples} rows of {room} tokens, {full:.1%} full"
+        words = f"{len(lengths)} documents or parts of them packed into {self.samples} rows of {room} tokens"
+        words += f", {full:.1%} full"
         if self.pieces.cut:
             words += f"; {self.pieces.cut} documents were cut or left out as too long"
         if self.pieces.parted:

@@ -12,10 +12,9 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.data.ledger import check
 from picotron_ray.data.plan.sample_plan import UniformPlan
-from picotron_ray.data.samples import SampleSet
 from picotron_ray.errors import AlreadyExistsError, DataError, NotFoundError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 
@@ -104,10 +103,10 @@ def ledger_figures(
     """
     samples = steps * job.data.global_batch
     short = samples * job.data.sequence_length <= MOST_TOKENS and samples <= MOST_SAMPLES
-    dataset = _samples(job, expected) if short else None
+    data = _opened(job, expected) if short else None
     tally = _Tally(lines)
-    plan = UniformPlan(job.seed, job.data.global_batch, dataset.samples if dataset else 0)
-    report = check(tally, plan, dataset, passed=passed)
+    plan = data.plan if data else UniformPlan(job.seed, job.data.global_batch, 0)
+    report = check(tally, plan, data.train if data else None, passed=passed)
     for line in report.wrong[:MOST_WRONG]:
         log.error("ledger: %s", line)
     ledger = {
@@ -116,7 +115,7 @@ def ledger_figures(
         "repeated": report.repeated,
         "skipped": report.skipped,
         "passed_over": report.passed_over,
-        "checked": "rows" if dataset is None else "tokens",
+        "checked": "rows" if data is None else "tokens",
         "wrong": list(report.wrong[:MOST_WRONG]),
     }
     return {
@@ -127,11 +126,11 @@ def ledger_figures(
     }
 
 
-def _samples(job: JobConfig, expected: str) -> SampleSet | None:
-    """The run's training samples; None where they are not to be had here."""
+def _opened(job: JobConfig, expected: str) -> DataSplits | None:
+    """The run's data; None where it is not to be had here."""
     try:
         data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     except DataError as error:
         log.warning("the ledger's digests are not checked here: %s", error)
         return None
-    return data.train if data.fingerprint == expected else None
+    return data if data.fingerprint == expected else None

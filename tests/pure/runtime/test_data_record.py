@@ -55,8 +55,7 @@ def opened(job: JobConfig) -> DataSplits:
 
 
 def lines(job: JobConfig) -> list[dict[str, Any]]:
-    data = opened(job).train
-    found, feed = [], Feed.uniform(data, job.seed, BATCH)
+    found, feed = [], opened(job).feed
     for step in range(1, STEPS + 1):
         parts = [make_batch(feed, Layout(dp=2), index, step) for index in range(2)]
         rows = [[*part.rows, part.digest.hex()] for part in parts]
@@ -68,7 +67,7 @@ def lines(job: JobConfig) -> list[dict[str, Any]]:
                 "n": 1,
                 "samples": samples,
                 "rows": rows,
-                "tokens": BATCH * SEQ,
+                "tokens": parts[0].global_tokens,
                 "loss": 1.0,
             }
         )
@@ -122,6 +121,16 @@ def test_the_summary_counts_what_the_digests_prove(job: JobConfig) -> None:
     found = ledger_figures(job, good, STEPS, data.fingerprint)["ledger"]
     assert (found["lost"], found["samples"]) == (4, STEPS * BATCH - 4)
     assert found["wrong"] == ["step 3 of generation 1.1, replica 0 fed other tokens than rows 16..20 hold"]
+
+
+def test_rows_of_a_mixture_are_proved_too(job: JobConfig, tmp_path: Path) -> None:
+    words = job.model_dump()
+    source = {"source": "text", "path": words["data"]["path"]}
+    sources = [{**source, "name": name, "weight": weight} for name, weight in (("one", 2.0), ("two", 1.0))]
+    words["data"] |= {"source": "stdlib", "path": None, "sources": sources, "batching": "packed"}
+    mixed = JobConfig.model_validate({**words, "data": {**words["data"], "long_documents": "split"}})
+    found = ledger_figures(mixed, iter(lines(mixed)), STEPS, opened(mixed).fingerprint)["ledger"]
+    assert (found["samples"], found["lost"], found["checked"]) == (STEPS * BATCH, 0, "tokens")
 
 
 @pytest.mark.parametrize("why", ["no data here", "other data here", "many tokens", "many samples"])

@@ -122,7 +122,7 @@ def test_a_run_feeds_packed_rows(tmp_path: Path) -> None:
         assert all(part.documents is not None and part.documents.shape == (2, 2, 16) for part in parts)
     assert abs(parts[0].tokens_until - 40 * 6 * found.train.mean_tokens) <= 1
     (note,) = found.notes
-    assert "documents packed into" in note
+    assert "documents or parts of them packed into" in note
     assert "rows of 17 tokens" in note
     fixed = build_dataset(config(tmp_path, batching="fixed"), 300, 5, tmp_path / "cache")
     other = build_dataset(config(tmp_path, long_documents="drop"), 300, 5, tmp_path / "cache")

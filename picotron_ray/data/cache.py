@@ -10,21 +10,21 @@ is built again. Ids: a byte is its own id, 256 ends a document.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
 from picotron_ray.config.schema.data import END_OF_DOCUMENT, DataConfig
 from picotron_ray.data.bigram_baseline import bigram_entropy
+from picotron_ray.data.cache_folder import open_or_make
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.sources import Document, SourceFile, find_files, read_documents, unreadable
 from picotron_ray.errors import DataError
@@ -64,21 +64,12 @@ def byte_splits(data: DataConfig, folder: Path) -> TokenSplits:
     """
     files, masked = find_files(data), _masked(data)
     place = folder / f"tokens-{_cache_key(data, files)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_suffix(".lock")):
-            opened = _open(place, masked)
-            if opened is None:
-                _build(data, files, place)
-                opened = _open(place, masked)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(
-            f"token cache: cannot write {place}: {why}; free space or allow writing there"
-        ) from None
-    if opened is None:
-        raise DataError(f"token cache: {place} does not read back as written; check that disk")
-    return opened
+    return open_or_make(
+        place,
+        "token cache",
+        lambda made: _open(made, masked),
+        lambda fresh: _build(data, files, fresh),
+    )
 
 
 def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
@@ -95,14 +86,6 @@ def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
         entry = f"{file.path.absolute()}\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         hasher.update(entry.encode("utf-8", "surrogateescape"))
     return hasher.hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[TextIO]:
-    """Hold a lock among processes; the kernel releases it when the holder dies."""
-    with path.open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield stream
 
 
 def _masked(data: DataConfig) -> bool:
@@ -142,28 +125,18 @@ def _digest(streams: Sequence[Tokens]) -> str:
     return hasher.hexdigest()
 
 
-def _build(data: DataConfig, files: list[SourceFile], place: Path) -> None:
-    """Tokenise into a folder of its own, then rename it into place; the caller holds the lock."""
-    fresh = place.with_suffix(".new")
-    for stale in (fresh, place):  # of a builder that was killed, or damaged
-        if stale.exists():
-            shutil.rmtree(stale)
-    fresh.mkdir()
-    try:
-        _write(data, files, fresh)
-        streams = [_mapped_file(path, kind) for path, kind in _files(fresh, _masked(data))]
-        train, held = streams[:2]
-        meta = {
-            "version": VERSION,
-            "tokens": {"train": len(train), "held_out": len(held)},
-            "digest": _digest(streams),
-            "bigram_entropy": bigram_entropy(held),
-        }
-        (fresh / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-        fresh.rename(place)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+def _build(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
+    """Tokenise into an empty folder."""
+    _write(data, files, folder)
+    streams = [_mapped_file(path, kind) for path, kind in _files(folder, _masked(data))]
+    train, held = streams[:2]
+    meta = {
+        "version": VERSION,
+        "tokens": {"train": len(train), "held_out": len(held)},
+        "digest": _digest(streams),
+        "bigram_entropy": bigram_entropy(held),
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
 
 
 def _mapped_file(path: Path, kind: np.dtype[Any]) -> Tokens:

@@ -70,7 +70,7 @@ class MixedSource(SourceConfig):
             - {name: code, source: text, path: src, weight: [[0, 1], [10000, 2]]}
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="of the source, in messages and metrics")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="of the source, in messages")
     weight: float | tuple[tuple[int, float], ...] = Field(
         default=1.0,
         description="share of the rows, relative to the other sources' weights; or by step: [[0, 1.0], [1000,"

@@ -6,17 +6,14 @@ decides: the stream's digest, the seed, the row's length and what becomes of lon
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from picotron_ray.data.cache_folder import open_or_make
 from picotron_ray.data.memmap import SCAN_TOKENS
 from picotron_ray.data.plan.packing import LongDocuments, Numbers, PackedRows, Pieces, pack, pieces_of
 from picotron_ray.data.samples import Tokens
@@ -57,20 +54,7 @@ def packed_rows(tokens: Tokens, request: PackRequest, folder: Path) -> tuple[Pie
     document of two tokens, or a cache that cannot be written.
     """
     place = folder / f"packed-{request.key}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_suffix(".lock")):
-            if (found := _open(place)) is None:
-                _build(tokens, request, place)
-                found = _open(place)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(
-            f"packed rows: cannot write {place}: {why}; free space or allow writing there"
-        ) from None
-    if found is None:
-        raise DataError(f"packed rows: {place} does not read back as written; check that disk")
-    return found
+    return open_or_make(place, "packed rows", _open, lambda fresh: _build(tokens, request, fresh))
 
 
 def document_borders(tokens: Tokens, end: int) -> Numbers:
@@ -82,8 +66,8 @@ def document_borders(tokens: Tokens, end: int) -> Numbers:
     return borders if borders[-1] == len(tokens) else np.append(borders, len(tokens))
 
 
-def _build(tokens: Tokens, request: PackRequest, place: Path) -> None:
-    """Pack into a folder beside its place, then rename it; the caller holds the lock."""
+def _build(tokens: Tokens, request: PackRequest, folder: Path) -> None:
+    """Pack into an empty folder."""
     room = request.sequence_length + 1
     borders = document_borders(tokens, request.end)
     longest = int(np.diff(borders).max()) if len(borders) > 1 else 0
@@ -97,22 +81,12 @@ def _build(tokens: Tokens, request: PackRequest, place: Path) -> None:
     if not len(pieces.lengths):
         raise DataError("data.batching: no document has two tokens and fits a row, so there is none to pack")
     rows = pack(pieces.lengths, room, request.seed)
-    fresh = place.with_suffix(".new")
-    for stale in (fresh, place):  # of a builder that was killed, or damaged
-        if stale.exists():
-            shutil.rmtree(stale)
-    fresh.mkdir()
-    try:
-        arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order)
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            np.save(fresh / f"{name}.npy", array)
-        sizes = {name: len(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
-        meta = {"cut": pieces.cut, "parted": pieces.parted, "sizes": sizes}
-        (fresh / "meta.json").write_text(json.dumps(meta) + "\n", "utf-8")
-        fresh.rename(place)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order)
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        np.save(folder / f"{name}.npy", array)
+    sizes = {name: len(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+    meta = {"cut": pieces.cut, "parted": pieces.parted, "sizes": sizes}
+    (folder / "meta.json").write_text(json.dumps(meta) + "\n", "utf-8")
 
 
 def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
@@ -128,11 +102,3 @@ def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
         return None
     starts, lengths, offsets, order = arrays
     return Pieces(starts, lengths, cut, parted), PackedRows(offsets, order)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes; the kernel releases it when the holder dies."""
-    with path.open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ class PackedSamples:
         pieces, packed: which stretches of the stream stand in which row.
         padding: token id behind the last piece of a row.
         mask: one byte per token of the stream, 1 where it counts as a target; None: all do.
+        mean_tokens: predicted tokens of a row, padding left out, on the average of an epoch; summed once, as
+            each step asks.
     """
 
     tokens: Tokens
@@ -29,16 +31,16 @@ class PackedSamples:
     packed: PackedRows
     padding: int
     mask: npt.NDArray[np.uint8] | None = None
+    mean_tokens: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        mean = float((self.pieces.lengths - 1).sum()) / max(1, self.samples)
+        object.__setattr__(self, "mean_tokens", mean)
 
     @property
     def samples(self) -> int:
         """Samples of one epoch."""
         return len(self.packed)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Predicted tokens of a row, padding left out, on the average of an epoch."""
-        return float((self.pieces.lengths - 1).sum()) / self.samples
 
     def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""

@@ -78,6 +78,31 @@ def uninterrupted(pool: Pool, tmp_path: Path, expected: dict[str, list[float]], 
         assert len(expected[kind]) == STEPS
 
 
+def check_a_kill(
+    pool: Pool,
+    job: JobConfig,
+    folder: Path,
+    expected: list[float],
+    number: int,
+    first: Layout,
+    second: Layout,
+) -> None:
+    """Kill a rank of the first layout anywhere and go on in the second: the losses, and the ledger, stay."""
+    pick = random.Random(number)
+    run = Run(pool, job, folder)
+    victim = pick.randrange(first.world_size)
+    phases = [phase for phase in PHASES if first.pp == 1 or phase != "backward"]  # a schedule runs both
+    run.strike(first, (victim, pick.randint(4, STEPS - 1), pick.choice(phases)))
+    run.finish(second)
+    assert run.last is not None
+    assert run.last.resume_step > 0, "from the snapshots, not from the beginning"
+    lines = run.ledger()
+    assert losses(lines) == pytest.approx(expected, rel=1e-9)
+    splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, folder)
+    report = check(lines, splits.plan, splits.train)
+    assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
+
+
 @pytest.mark.parametrize(
     ("number", "kind", "first", "second"),
     [
@@ -96,19 +121,7 @@ def test_a_kill_between_two_layouts(
 ) -> None:
     print(f"{first} -> {second}")
     uninterrupted(pool, tmp_path, expected, kind)
-    pick = random.Random(number)
-    run = Run(pool, job_of(kind, tmp_path), tmp_path)
-    victim = pick.randrange(first.world_size)
-    phases = [phase for phase in PHASES if first.pp == 1 or phase != "backward"]  # a schedule runs both
-    run.strike(first, (victim, pick.randint(4, STEPS - 1), pick.choice(phases)))
-    run.finish(second)
-    assert run.last is not None
-    assert run.last.resume_step > 0, "from the snapshots, not from the beginning"
-    lines = run.ledger()
-    assert losses(lines) == pytest.approx(expected[kind], rel=1e-9)
-    splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(lines, splits.plan, splits.train)
-    assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
+    check_a_kill(pool, job_of(kind, tmp_path), tmp_path, expected[kind], number, first, second)
 
 
 def test_from_a_list_of_actions_and_back(

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.data.dataset import build_dataset
-from picotron_ray.data.ledger import check
 from picotron_ray.layout.layout import Layout
-from tests.gloo.runtime.test_remesh import BATCH, PHASES, STEPS, draw
+from tests.gloo.runtime.test_remesh import BATCH, check_a_kill, draw
 from tests.gloo.runtime.test_remesh import job_of as plain_job
 from tests.support.gloo.pool import Pool
 from tests.support.gloo.runs import Run, losses
@@ -80,14 +78,4 @@ def test_a_kill_between_two_layouts(
         alone = Run(pool, job_of(kind, tmp_path / "alone"), tmp_path / "alone")
         alone.finish(Layout(micro_batch=BATCH))
         expected[kind] = losses(alone.ledger())
-    pick = random.Random(number)
-    run = Run(pool, job_of(kind, tmp_path), tmp_path)
-    phases = [phase for phase in PHASES if first.pp == 1 or phase != "backward"]
-    run.strike(first, (pick.randrange(first.world_size), pick.randint(3, STEPS - 1), pick.choice(phases)))
-    run.finish(second)
-    assert run.last is not None
-    assert run.last.resume_step > 0, "from the snapshots, not from the beginning"
-    assert losses(run.ledger()) == pytest.approx(expected[kind], rel=1e-9)
-    splits = build_dataset(run.job.data, run.job.model.vocab_size, run.job.seed, tmp_path)
-    report = check(run.ledger(), splits.plan, splits.train)
-    assert (report.steps, report.lost, report.repeated, report.wrong) == (STEPS, 0, 0, ())
+    check_a_kill(pool, job_of(kind, tmp_path), tmp_path, expected[kind], number, first, second)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.support.mixture import shares_by_step
 from picotron_ray.data import batch
+from picotron_ray.data.held_out_sets import HeldOutSet, held_out_sets
 from picotron_ray.data.plan.mixed_samples import MixedSamples
 from picotron_ray.data.plan.mixture import MIXTURE_VERSION, Mixture, MixturePlan, Stretch
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
@@ -33,6 +35,7 @@ class DataSplits:
         plan: which rows each step feeds.
         global_batch: samples per step, the size of evaluation batches too.
         notes: what a user should know of how samples were made.
+        sets: held-out samples whose loss is told by itself.
     """
 
     train: SampleSet
@@ -42,6 +45,7 @@ class DataSplits:
     plan: SamplePlan
     global_batch: int
     notes: tuple[str, ...] = ()
+    sets: tuple[HeldOutSet, ...] = ()
 
     @property
     def feed(self) -> Feed:
@@ -52,9 +56,21 @@ class DataSplits:
         """Cut one DP replica's part of the fixed held-out samples (``data.batch.eval_batches``)."""
         return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
 
+    def set_batches(self, layout: Layout, dp_index: int) -> list[list[batch.StepBatch]]:
+        """Cut one DP replica's part of each of `sets`."""
+        return [
+            batch.eval_batches(one.samples, layout, dp_index, one.wanted, self.global_batch)
+            for one in self.sets
+        ]
+
 
 def build_dataset(
-    data: DataConfig, model_vocab: int, seed: int, cache_dir: Path, steps: int = 0
+    data: DataConfig,
+    model_vocab: int,
+    seed: int,
+    cache_dir: Path,
+    steps: int = 0,
+    evaluate: EvaluateConfig | None = None,
 ) -> DataSplits:
     """Read, tokenise (or find in the cache) and check the data of a run.
 
@@ -63,6 +79,7 @@ def build_dataset(
         model_vocab: ``model.vocab_size``; every token id must be below it.
         seed: order of samples.
         cache_dir: a folder of this node for token caches, shared by its workers.
+        evaluate: sets that are to be evaluated; None: none but the held-out part.
         steps: those that a run is to take, for which sources that do not repeat must last.
 
     Raises:
@@ -72,10 +89,22 @@ def build_dataset(
     if not data.sources:
         found = open_source("data", data, model_vocab, seed, cache_dir)
         plan: SamplePlan = UniformPlan(seed, data.global_batch, found.train.samples)
-        return _splits(data, found, plan, f"{found.identity}/{data.sequence_length}/{seed}/{ORDER_VERSION}")
+        identity = f"{found.identity}/{data.sequence_length}/{seed}/{ORDER_VERSION}"
+        alone = _splits(data, found, plan, identity)
+        return _with_sets(alone, data, evaluate, model_vocab, cache_dir)
     mixed = _mixed(data, model_vocab, seed, cache_dir)
     check_supply(data, mixed, steps)
-    return mixed
+    return _with_sets(mixed, data, evaluate, model_vocab, cache_dir)
+
+
+def _with_sets(
+    splits: DataSplits, data: DataConfig, evaluate: EvaluateConfig | None, model_vocab: int, cache_dir: Path
+) -> DataSplits:
+    if evaluate is None:
+        return splits
+    held = splits.held_out
+    parts = held.parts if isinstance(held, MixedSamples) else ()
+    return replace(splits, sets=held_out_sets(data, evaluate, parts, model_vocab, cache_dir))
 
 
 def _splits(data: DataConfig, found: SourceSamples, plan: SamplePlan, identity: str) -> DataSplits:

@@ -16,6 +16,7 @@ from picotron_ray.config.validation import (
     comm,
     compute,
     data,
+    evaluate,
     fp8,
     kernels,
     memory,
@@ -36,6 +37,7 @@ RULES = (
     *kernels.RULES,
     *memory.RULES,
     *service.RULES,
+    *evaluate.RULES,
     *alerts.RULES,
     *telemetry.RULES,
 )

@@ -48,6 +48,7 @@ from picotron_ray.runtime.worker.step_telemetry import generation_clock
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
+from picotron_ray.train.evaluation import Evaluated
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.passes import silent
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
@@ -76,6 +77,7 @@ class GenerationRun:
         self._interrupted = False
         self.copies: StateCopies | None = None
         self._initial_weights: int | None = None  # version of those that the run began with
+        self._evaluated = Evaluated()
         self._tail = LedgerTail(resources.ledger)
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None
@@ -185,6 +187,8 @@ class GenerationRun:
             engine=self._engine,
             loader=self._loader,
             eval_batches=eval_batches,
+            eval_sets=resources.data.set_batches(spec.layout, at.dp),
+            evaluated=self._evaluated,
             snapshots=self._snapshots,
             page=page,
             requests=self._requests,
@@ -280,8 +284,8 @@ class GenerationRun:
 
     def _extra(self) -> dict[str, Any]:
         """Return what slots keep of this state's past, besides the ledger."""
-        known = self._initial_weights is not None
-        return self._updates.extra() | ({INITIAL_WEIGHTS: self._initial_weights} if known else {})
+        past = {} if self._initial_weights is None else {INITIAL_WEIGHTS: self._initial_weights}
+        return self._updates.extra() | past | self._evaluated.extra()
 
     def _leave_if_asked(self) -> None:
         """Leave before the first step, where no exchange takes the request to stop."""
@@ -324,10 +328,7 @@ class GenerationRun:
         return any(owner(path) not in members for path in self._resources.folder.glob(f"*{SUFFIX}"))
 
     def _protected(self) -> SlotKey:
-        """Key of the state that this generation came from.
-
-        It must stay until a newer one is sealed everywhere.
-        """
+        """Key of the state that this generation came from: it stays until a newer one is sealed everywhere."""
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)

@@ -1,4 +1,4 @@
-"""Held-out sets beside the part of a run's data: sources of their own, and the parts of a mixture's sources."""
+"""Held-out sets beside the part of a run's data: sources of their own, and parts of a mixture's sources."""
 
 from __future__ import annotations
 

@@ -336,7 +336,9 @@ class Loop:
         counts = [sum(batch.loss_tokens for batch in batches) for batches in sets]
         loss, *others = (total / count for total, count in zip(totals, counts, strict=True))
         self.evaluated.note(dict(zip(figures(self.job), (loss, *others), strict=False)))
-        self.page.put(eval_sets=len(others), **{f"eval_set_{at}": each for at, each in enumerate(others)})
+        if others:
+            held = {f"eval_set_{at}": each for at, each in enumerate(others)}
+            self.page.put(eval_sets=len(others), **held)
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
 

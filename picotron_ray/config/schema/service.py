@@ -259,8 +259,8 @@ class CheckpointConfig(Section):
     )
     keep_best: str | None = Field(
         default=None,
-        description="figure whose lowest value marks a commit that is kept too: eval_loss, or eval_loss/NAME of"
-        " one of evaluate.sets; a commit has those of the evaluation at its own step; null: none is kept so",
+        description="figure whose lowest value marks a commit that is kept too: eval_loss, or eval_loss/NAME"
+        " of a held-out set; a commit has those of the evaluation at its own step; null: none",
     )
     codec: Literal["none", "zstd"] = Field(default="none", description="lossless compression of chunks")
     gc_grace_s: float = Field(

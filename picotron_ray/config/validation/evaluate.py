@@ -40,8 +40,8 @@ def _keep_best(job: JobConfig) -> Iterator[Problem]:
         every, between = job.checkpoint.interval_steps, job.evaluate.interval_steps
         text = (
             f"saw {metric}, but no commit before the last is evaluated: checkpoint.interval_steps={every} and"
-            f" evaluate.interval_steps={between} first meet at step {judged_interval(job)} of {job.steps}; make"
-            " one a multiple of the other"
+            f" evaluate.interval_steps={between} first meet at step {judged_interval(job)} of {job.steps};"
+            " make one a multiple of the other"
         )
         yield Problem(key, text, ("checkpoint.interval_steps", "evaluate.interval_steps", "steps"))
 

@@ -52,7 +52,7 @@ def text_of(job: JobConfig) -> ModelText:
     found = ModelText(END_OF_DOCUMENT + 1, END_OF_DOCUMENT)
     if found.vocabulary > job.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: saw {job.model.vocab_size}, expected at least the {found.vocabulary} ids of the"
-            " tokenizer"
+            f"model.vocab_size: saw {job.model.vocab_size}, expected at least the {found.vocabulary} ids of"
+            " the tokenizer"
         )
     return found

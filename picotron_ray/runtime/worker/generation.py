@@ -328,7 +328,7 @@ class GenerationRun:
         return any(owner(path) not in members for path in self._resources.folder.glob(f"*{SUFFIX}"))
 
     def _protected(self) -> SlotKey:
-        """Key of the state that this generation came from: it stays until a newer one is sealed everywhere."""
+        """Key of the state that this generation came from, which stays until a newer one is sealed."""
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)

@@ -218,6 +218,27 @@ def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> N
     assert told(parts, "flush") == [("flush", 8, 7, True)], "the last step has no other snapshot"
 
 
+def test_a_commit_that_may_be_the_best_has_the_figures_of_its_own_step(parts: Parts) -> None:
+    """They are measured before its snapshot, which carries them, and are gone with the next update."""
+    job = job_of(9, evaluate=2, checkpoint=4)
+    kept = job.checkpoint.model_copy(update={"keep_best": "eval_loss"})
+    made = loop(parts, job.model_copy(update={"checkpoint": kept}), 2)
+    made.eval_sets = [[SimpleNamespace(loss_tokens=5)]]
+    carried: list[Any] = []
+    begin = parts.begin
+
+    def noted(step: int, tail: Sequence[str], pinned: bool) -> None:
+        carried.append((step, pinned, made.evaluated.extra()))
+        begin(step, tail, pinned)
+
+    parts.begin = noted  # type: ignore[method-assign]
+    made.run()
+    figures = {"evaluation": {"eval_loss": 0.5}}
+    assert carried == [(4, True, figures), (8, True, figures)]
+    assert evaluated(parts) == [4, 6, 8, 9]
+    assert {"eval_sets": 1, "eval_set_0": 2.0} in parts.log
+
+
 def test_the_interval_of_snapshots_follows_their_cost(parts: Parts) -> None:
     """The first step knows no time; then 2 s apart in steps of 0.5 s is one in four."""
     parts.apart_s = 2.0

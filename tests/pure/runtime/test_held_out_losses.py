@@ -10,6 +10,7 @@ from typing import Any
 
 from picotron_ray.config.schema.service import ElasticConfig
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Source
+from picotron_ray.layout.layout import Layout
 from picotron_ray.observability.catalogue import CATALOGUE
 from picotron_ray.runtime.coordinator.event_log.memo import plain_facts, read_facts
 from picotron_ray.runtime.coordinator.metrics import _training

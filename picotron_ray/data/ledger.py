@@ -34,7 +34,8 @@ from picotron_ray.data.batch import token_digest
 from picotron_ray.data.ledger_counts import Feedings, Lines
 from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
-from picotron_ray.data.plan.sample_plan import Feed, SamplePlan
+from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, StagedPlan
+from picotron_ray.data.plan.stage_replay import StageReplay, begun
 from picotron_ray.data.samples import SampleSet
 from picotron_ray.layout.layout import Layout
 
@@ -90,10 +91,23 @@ class _Audit:
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
     unproven: list[int] = field(default_factory=list)  # steps
+    stages: StageReplay | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, StagedPlan) and self.plan.rule is not None:
+            self.stages = StageReplay(self.plan.rule)
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
         return Feed(self.dataset, self.plan).rows(first, last)
+
+    def decided(self, line: LedgerLine) -> None:
+        """Check where stages begin, and go on with the plan that follows."""
+        if self.stages is not None and isinstance(self.plan, StagedPlan):
+            if not line.unproven and (text := self.stages.problem(line)):
+                self.wrong.append(text)
+            self.stages.passed(line)
+            self.plan = self.plan.moved(begun(line))
 
     def line(self, line: LedgerLine) -> None:
         if line.unproven:
@@ -202,6 +216,7 @@ def check(
             present.add(line.step, line.generation)
             if line.skipped:
                 skipped.add(line.step)
+            audit.decided(line)
             asked = any(line.step in steps_of for steps_of in passed)
             audit.passed_over(line, asked) if line.passed_over or asked else audit.line(line)
             findings += [(line.step, 1, text) for text in audit.wrong]

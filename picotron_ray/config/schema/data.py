@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.curriculum import CurriculumConfig
 
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
@@ -129,24 +130,34 @@ class DataConfig(SourceConfig):
         description="a token attends only to tokens of its own document within the sample; loss and order of"
         " samples stay",
     )
+    curriculum: CurriculumConfig = Field(
+        default_factory=CurriculumConfig, description="easy rows first, by stages"
+    )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
 
     @property
+    def finds_documents(self) -> bool:
+        """Whether it matters where in the tokens documents end."""
+        return self.document_masks or self.batching != "fixed"
+
+    @property
     def keeps_documents_apart(self) -> bool:
-        """Whether a token attends only to tokens of its own document."""
-        return self.document_masks or self.batching == "packed"
+        """Whether a token attends only to tokens of its own document, or of its piece of the row."""
+        return self.finds_documents or bool(self.curriculum.widths(self.sequence_length))
 
     @property
     def leaves_out(self) -> bool:
         """Whether some targets count in no loss: masked ones, or padding."""
         masked = any(source.loss_mask for source in self.named_sources.values())
-        return masked or self.batching == "packed"
+        return masked or self.batching != "fixed"
 
     @property
     def asks_apart(self) -> tuple[str, str]:
         """Key and value that keep documents apart, where something does."""
-        if self.batching == "packed":
-            return "data.batching", "packed"
+        if self.batching != "fixed":
+            return "data.batching", self.batching
+        if self.curriculum.widths(self.sequence_length):
+            return "data.curriculum.stages", "pieces of a stage's sequence_length"
         return "data.document_masks", str(self.document_masks).lower()
 
     @property

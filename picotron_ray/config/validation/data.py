@@ -91,7 +91,7 @@ def _end_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Problem]:
             text = f"saw {end} with {named}={source.source}, which ends documents by itself; drop it"
             yield Problem(key, text, (named,))
     elif end is None:
-        if job.data.keeps_documents_apart:
+        if job.data.finds_documents:
             text = f"saw null with {asking}={seen}; say which id ends a document in these token files"
             yield Problem(key, text, (named, asking))
     elif end >= vocabulary:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from picotron_ray.config.schema.curriculum import SCORED
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.support.mixture import CYCLE, shares_by_step
 from picotron_ray.data.plan.advance_rule import AdvanceRule, Starts
@@ -17,6 +18,7 @@ from picotron_ray.data.plan.mixture import MIXTURE_VERSION, Mixture, MixturePlan
 from picotron_ray.data.plan.order import SampleOrder, Shuffled
 from picotron_ray.data.plan.pools import filter_digest, stage_pools
 from picotron_ray.data.plan.sample_plan import SamplePlan, StagedPlan, UniformPlan
+from picotron_ray.data.plan.score_files import scores_digest
 from picotron_ray.data.shuffle import ORDER_VERSION, Index
 from picotron_ray.data.source_samples import SourceSamples
 
@@ -65,8 +67,22 @@ def plan_words(data: DataConfig, seed: int, found: Sequence[SourceSamples]) -> s
     if data.curriculum.stages:
         digests = [filter_digest(stage) for stage in data.curriculum.stages]
         asked = data.curriculum.model_dump(exclude={"scores"})
-        words += [asked, digests, CURRICULUM_VERSION]
+        words += [asked, digests, _scores(data), CURRICULUM_VERSION]
     return words
+
+
+def _scores(data: DataConfig) -> list[str]:
+    """Return the digests of what was scored beforehand."""
+    folder = _folder(data)
+    if folder is None:
+        return []
+    names = [key.rpartition(".")[2] for key in data.named_sources]
+    scored = [measure for measure in sorted(data.curriculum.measures) if measure in SCORED]
+    return [scores_digest(folder, name, measure) for name in names for measure in scored]
+
+
+def _folder(data: DataConfig) -> Path | None:
+    return None if data.curriculum.scores is None else Path(data.curriculum.scores).expanduser()
 
 
 def source_seeds(data: DataConfig, seed: int) -> tuple[int, ...]:
@@ -90,8 +106,7 @@ def _pools(
     data: DataConfig, found: Sequence[SourceSamples], cache_dir: Path
 ) -> tuple[tuple[Index, ...], ...]:
     """Return the samples of each stage, source by source."""
-    curriculum, pools = data.curriculum, []
-    folder = Path(curriculum.scores).expanduser() if curriculum.scores is not None else None
+    curriculum, folder, pools = data.curriculum, _folder(data), []
     for (key, source), samples in zip(data.named_sources.items(), found, strict=True):
         measures = tuple(sorted(curriculum.measures.items()))
         name, end = key.rpartition(".")[2], source.document_end

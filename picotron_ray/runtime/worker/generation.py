@@ -73,8 +73,7 @@ class GenerationRun:
         self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
         self._requests = Requests()
-        self._updates = UpdatePolicy(self._job)
-        self._stages = resources.data.stage_record()
+        self._updates, self._stages = UpdatePolicy(self._job), resources.data.stage_record()
         self._interrupted = False
         self.copies: StateCopies | None = None
         self._initial_weights: int | None = None  # version of those that the run began with
@@ -276,8 +275,9 @@ class GenerationRun:
 
     def _take_over(self, extra: Mapping[str, Any]) -> None:
         """Go on with what the restored state says of its past."""
-        for record in filter(None, (self._updates, self._stages)):
-            record.restore(extra)
+        self._updates.restore(extra)
+        if self._stages is not None:
+            self._stages.restore(extra)
         self._initial_weights = extra.get(INITIAL_WEIGHTS)
 
     def _extra(self) -> dict[str, Any]:

@@ -70,7 +70,9 @@ def test_what_cannot_be_is_refused_in_one_line(curriculum: Any, data: Any, said:
 
 
 def test_stages_of_pieces_keep_them_apart() -> None:
-    data = parse_job({"data": {"curriculum": {"stages": [{**ALL, "name": "short", "sequence_length": 32}, ALL]}}}).data
+    data = parse_job(
+        {"data": {"curriculum": {"stages": [{**ALL, "name": "short", "sequence_length": 32}, ALL]}}}
+    ).data
     assert data.curriculum.widths(data.sequence_length) == (32, 128)
     assert data.keeps_documents_apart
     assert not data.finds_documents

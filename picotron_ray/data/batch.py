@@ -41,6 +41,7 @@ class StepBatch:
         documents: number of each input's document within its row, ``[micro_batches, rows, sequence_length]``
             int32; None: the tokens say, or nobody asks.
         tokens_until: tokens of the run up to the end of this step (`Feed.tokens_until`).
+        stage: of the curriculum, from 1 on; 0: there is none.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepBatch:
     global_counted: int | None = None
     documents: npt.NDArray[np.int32] | None = None
     tokens_until: int = 0
+    stage: int = 0
 
     @property
     def loss_tokens(self) -> int:
@@ -126,7 +128,7 @@ def make_batch(feed: Feed, layout: Layout, dp_index: int, step: int) -> StepBatc
     found = _batch(step, feed.dataset, mine, (first, last), shape, feed.totals(base, end))
     if (width := feed.width(step)) is not None:
         found = replace(found, documents=_parted(found, width))
-    return replace(found, tokens_until=feed.tokens_until(step))
+    return replace(found, tokens_until=feed.tokens_until(step), stage=feed.stage(step))
 
 
 def _parted(batch: StepBatch, width: int) -> npt.NDArray[np.int32]:

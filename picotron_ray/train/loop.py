@@ -301,6 +301,8 @@ class Loop:
         self.snapshots.observe(agreement.sealed)
         self.page.put(
             tokens=batch.tokens_until,
+            padding_ratio=1 - batch.global_tokens / (global_batch * (batch.tokens.shape[-1] - 1)),
+            stage=batch.stage,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
             complete=agreement.sealed,

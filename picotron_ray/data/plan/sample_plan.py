@@ -136,6 +136,10 @@ class Feed:
         """Return the tokens of the pieces that a step's rows are read as; None: they are whole."""
         return self.plan.width(step) if isinstance(self.plan, StagedPlan) else None
 
+    def stage(self, step: int) -> int:
+        """Return the number of the curriculum's stage that feeds a step, from 1 on; 0: there is none."""
+        return self.plan.stage(step) + 1 if isinstance(self.plan, StagedPlan) else 0
+
     def tokens_until(self, step: int) -> int:
         """Count the tokens that a run has predicted after ``step``, by the mean of an epoch's rows."""
         return round(self.plan.numbers(step)[1] * self.dataset.mean_tokens)

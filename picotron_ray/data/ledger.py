@@ -97,6 +97,10 @@ class _Audit:
         if isinstance(self.plan, StagedPlan) and self.plan.rule is not None:
             self.stages = StageReplay(self.plan.rule)
 
+    def lost(self) -> list[tuple[int, int, str]]:
+        """Return the findings on steps of which nothing proves what they fed."""
+        return [(each[0], 1, _unproven(each)) for each in _runs(self.unproven)]
+
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
         return Feed(self.dataset, self.plan).rows(first, last)
@@ -110,6 +114,7 @@ class _Audit:
             self.plan = self.plan.moved(begun(line))
 
     def line(self, line: LedgerLine) -> None:
+        self.decided(line)
         if line.unproven:
             self.unproven.append(line.step)
             return
@@ -143,6 +148,7 @@ class _Audit:
 
     def passed_over(self, line: LedgerLine, asked: bool) -> None:
         """Check that a step was passed over where a rewind says so, and there alone."""
+        self.decided(line)
         if not asked:
             self.wrong.append(f"{line.name} was passed over, and the log knows of no rewind")
         elif line.unproven:
@@ -216,16 +222,15 @@ def check(
             present.add(line.step, line.generation)
             if line.skipped:
                 skipped.add(line.step)
-            audit.decided(line)
             asked = any(line.step in steps_of for steps_of in passed)
             audit.passed_over(line, asked) if line.passed_over or asked else audit.line(line)
             findings += [(line.step, 1, text) for text in audit.wrong]
             audit.wrong.clear()
     findings += [(step, 1, text) for step, text in beyond.items()]
-    findings += [(each[0], 1, _unproven(each)) for each in _runs(audit.unproven)]
+    findings += audit.lost()
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
-    steps = present.last() if last_step is None else last_step
+    steps = last_step if last_step is not None else present.last()
     passed_over = _rows_of(plan, {step for each in passed for step in each if step <= steps})
     wanted = plan.numbers(steps)[1] if steps else 0
     samples, feedings = audit.fed.totals(wanted)

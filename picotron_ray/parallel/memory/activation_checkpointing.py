@@ -69,7 +69,7 @@ class _OnlyKept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
-        if isinstance(func, torch._ops.OpOverload) and func.name() not in KEPT:
+        if func.name() not in KEPT:
             SAC_IGNORED_OPS.add(func)
         return func(*args, **(kwargs or {}))
 

@@ -109,8 +109,8 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
         full=kept["full"] * each,
         int8=kept["int8"] * each,
         travelling=layout.offload_activations,
-        selective_again=tokens / cut * (of["kept"] - of["selective"]),
-        full_again=tokens * ((of["kept"] - of["full"]) / cut + whole.get("kept", 0.0)),
+        selective_again=kept["kept"] - kept["selective"],
+        full_again=kept["kept"] - kept["full"],
         int8_again=tokens / cut * (UNPACKED_AT_ONCE * of["kept"] + unpacked),
     )
 

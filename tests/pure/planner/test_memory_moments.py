@@ -111,7 +111,7 @@ def test_a_block_makes_anew_what_it_did_not_keep_when_later_blocks_are_done() ->
     )
     assert full == three
     assert two - three == 120 * (96 - 8) * 4  # of 96 values a token the block's input
-    assert every - two == 120 * (96 - 8) * 4  # the last one makes anew what it did not keep, before all others
+    assert every - two == 120 * (96 - 8) * 4  # the last one makes anew what it did not keep
     assert middle == every  # of blocks in another order the worst is taken
 
 

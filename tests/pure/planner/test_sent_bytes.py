@@ -20,8 +20,8 @@ HIDDEN, TOKENS, LAYERS = 64, 32, 4
 
 def job_of(precision: str = "bf16", rows: int = 4, **keys: object) -> JobConfig:
     model = {
-        "vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 128, "layers": LAYERS, "heads": 4, **keys
-    }  # fmt: skip
+        "vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 128, "layers": LAYERS, "heads": 4
+    } | keys  # fmt: skip
     data = {"sequence_length": TOKENS, "global_batch": rows}
     return parse_job({"model": model, "data": data, "precision": precision, "cluster": {"device": "cpu"}})
 

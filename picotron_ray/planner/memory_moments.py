@@ -266,7 +266,7 @@ def _alone(job: JobConfig, layout: Layout) -> int:
 
 
 def _made(job: JobConfig, layout: Layout, depth: int) -> float:
-    """Bytes of gradients that a unit of blocks has before ZeRO reduces them, or adds them up in a wide type."""
+    """Bytes of gradients of a unit of blocks, before ZeRO reduces them or adds them up in a wider type."""
     if not layout.zero or ((layout.zero == 1 or layout.pp > 1) and not narrows(job)):
         return 0.0
     return _block_elements(job, layout) * _together(job, depth) * weight_bytes(job)

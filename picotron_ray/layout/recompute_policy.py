@@ -62,8 +62,8 @@ class RecomputedBlocks(NamedTuple):
     @classmethod
     def of_stages(cls, stages: Iterable[RecomputedBlocks]) -> RecomputedBlocks:
         """Sum those of a rank's stages."""
-        *numbers, in_order = zip(*stages, strict=True)
-        return cls(*map(sum, numbers), in_order=all(in_order))
+        full, selective, depth, int8, in_order = zip(*stages, strict=True)
+        return cls(sum(full), sum(selective), sum(depth), sum(int8), all(in_order))
 
 
 @lru_cache(maxsize=64)

@@ -62,16 +62,16 @@ class BlockBytes:
             return 2 * max((size for number, size, _ in kinds if number), default=0.0)
         return sum(number * size for number, size, _ in kinds)
 
-    def passes(self, again: RecomputedBlocks, flying: float) -> list[BlockPass]:
+    def passes(self, again: RecomputedBlocks, flying: float) -> list[BackwardBlocks]:
         """Blocks by what they keep, in the order in which a micro-batch's backward pass comes to them.
 
         Where that is not known they are taken for blocks of one kind, which keep the mean and make most anew.
         """
         kinds = [(number, size, anew) for number, size, anew in self._by_kind(again) if number]
         if again.in_order and not self.travelling:
-            return [BlockPass(number, size / max(1.0, flying), anew) for number, size, anew in kinds]
+            return [BackwardBlocks(number, size / max(1.0, flying), anew) for number, size, anew in kinds]
         mean = self.held(again) / max(1, again.depth) / max(1.0, flying)
-        return [BlockPass(again.depth, mean, max((anew for *_, anew in kinds), default=0.0))]
+        return [BackwardBlocks(again.depth, mean, max((anew for *_, anew in kinds), default=0.0))]
 
     def _by_kind(self, again: RecomputedBlocks) -> tuple[tuple[int, float, float], ...]:
         """Number of blocks, what one keeps and what it makes anew; the last blocks of a stage first."""
@@ -83,7 +83,7 @@ class BlockBytes:
         )
 
 
-class BlockPass(NamedTuple):
+class BackwardBlocks(NamedTuple):
     """Blocks of one kind as a micro-batch's backward pass comes to them: what each keeps, and makes anew."""
 
     number: int
@@ -227,7 +227,7 @@ def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
     wider = (stream_bytes(job) - item) * sizes.hidden
     padded = (rows_sent(job, layout.ep, layout.cp) - 1) * job.model.moe.top_k
     moe_inner = job.model.moe.intermediate_size
-    whole = sizes.activations - sizes.hidden_layer + hidden_layer_values(job)
+    whole: float = sizes.activations - sizes.hidden_layer + hidden_layer_values(job)
     whole += padded * (2 * sizes.hidden + 4 * moe_inner)
     return {
         "kept": whole * item + 2 * wider + _routing(job) + _unfused(job, layout.cp) + scores.kept,

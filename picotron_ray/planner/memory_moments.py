@@ -30,8 +30,8 @@ from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.sizes import GATED_PIECE_BYTES
 from picotron_ray.planner.kept_activations import (
     STATE_BYTES,
+    BackwardBlocks,
     BlockBytes,
-    BlockPass,
     block_bytes,
     hidden_layer_values,
     in_flight,
@@ -138,7 +138,7 @@ class RankMoments:
         short = min(0.0, whole)
         return Moment(whole - short, max(0.0, held + short))
 
-    def _backward(self, passes: Sequence[BlockPass], kept: float) -> list[tuple[float, float]]:
+    def _backward(self, passes: Sequence[BackwardBlocks], kept: float) -> list[tuple[float, float]]:
         """Moments of a micro-batch's backward pass, as weights and gradients that ZeRO has, and activations.
 
         A block makes anew what it did not keep when all later ones of its stage are done with theirs, which
@@ -330,13 +330,12 @@ def _gathered(
     freeing = _freeing(always, last, narrow, min(2, units) * narrow)
     whole = parameters + depth * (padded_elements(job, layout) - alone / layout.tp)
     whole = whole * item - depth * saved_of_block(job, layout)
-    all_kept = GatheredBytes(*(whole,) * len(freeing))
+    weights = all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
-        weights = all_kept
         if layout.zero == 3 and layout.virtual_stages > 1:
             weights = GatheredBytes(*(min(whole, one + _staying(job, layout, depth)) for one in freeing))
+        made, block = (made, block) if narrows(job) else (0.0, 0.0)
         waiting = GatheredBytes(scattered=made, backward=made + block, reduced=made + block, embedding=made)
-        waiting = waiting if narrows(job) else GatheredBytes()
         return GatheredBytes(*(sum(both) + others + copies for both in zip(weights, waiting, strict=True)))
     weights = freeing if layout.zero == 3 else all_kept
     gradients = GatheredBytes(

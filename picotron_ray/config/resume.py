@@ -31,6 +31,7 @@ _VERDICTS: dict[str, Verdict] = {
     "model.built.parameters": "refuse",
     "data": "refuse",
     "data.prefetch_steps": "may",
+    "data.curriculum.scores": "may",  # what it holds is part of the data's fingerprint
     "optimizer": "warn",
     "optimizer.name": "refuse",
     "optimizer.offload": "may",

@@ -29,7 +29,7 @@ class HeldOutSet(NamedTuple):
 
 def held_out_sets(
     data: DataConfig,
-    evaluate: EvaluateConfig,
+    evaluate: EvaluateConfig | None,
     parts: Sequence[SampleSet],
     model_vocab: int,
     cache_dir: Path,
@@ -37,13 +37,16 @@ def held_out_sets(
     """Open all sets, in the order of `config.support.evaluation.set_names`.
 
     Args:
-        parts: held-out samples of each of ``data.sources``.
+        evaluate: None: there are none.
+        parts: held-out samples of each source.
 
     Raises DataError, one line, as `data.dataset.build_dataset` does.
     """
+    if evaluate is None:
+        return ()
     own = [_open(one, data, model_vocab, cache_dir) for one in evaluate.sets]
     wanted = evaluate.source_samples
-    named = zip(data.sources, parts, strict=True) if wanted else ()
+    named = zip(data.sources, parts, strict=True) if wanted and data.sources else ()
     return (*own, *(HeldOutSet(source.name, part, wanted) for source, part in named))
 
 

@@ -67,18 +67,16 @@ class GenerationRun:
     """
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
-        self.spec = spec
+        self.spec, self._resources = spec, resources
         self._job = resources.job_of(spec)
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
-        self._requests = Requests()
+        self._requests, self._evaluated = Requests(), Evaluated()
         self._updates, self._stages = UpdatePolicy(self._job), resources.data.stage_record()
         self._interrupted = False
         self.copies: StateCopies | None = None
         self._initial_weights: int | None = None  # version of those that the run began with
-        self._evaluated = Evaluated()
         self._tail = LedgerTail(resources.ledger)
         self._engine: Engine | None = None
         self._snapshots: Snapshotter | None = None

@@ -88,7 +88,12 @@ class Bench:
         self.policy: Any = None
         self.state: list[Any] = []
         self.loads: dict[int, tuple[int, ...]] = {}
-        data = SimpleNamespace(feed="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
+        data = SimpleNamespace(
+            feed="tokens",
+            eval_batches=lambda *words: self.note("eval batches", *words),
+            set_batches=lambda *words: [],
+            stage_record=lambda: None,
+        )
         self.resources = WorkerResources(
             job=job(cluster__worker_memory_bytes=None),
             worker="w1",

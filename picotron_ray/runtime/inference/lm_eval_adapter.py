@@ -31,7 +31,7 @@ def adapted(scorer: CommitScorer) -> Any:
     library()
     from lm_eval.api.model import LM
 
-    class CommitModel(LM):  # type: ignore[misc]
+    class CommitModel(LM):
         """Model of lm-eval that asks the scorer."""
 
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:

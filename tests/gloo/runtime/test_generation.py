@@ -26,6 +26,7 @@ from picotron_ray.coordinator.messages import (
     SlotInfo,
     Source,
 )
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.errors import (
     CorruptError,
     PeerLostError,
@@ -89,7 +90,7 @@ class Bench:
         self.state: list[Any] = []
         self.loads: dict[int, tuple[int, ...]] = {}
         data = SimpleNamespace(
-            feed="tokens",
+            feed=Feed("tokens", "plan"),  # type: ignore[arg-type]
             eval_batches=lambda *words: self.note("eval batches", *words),
             set_batches=lambda *words: [],
             stage_record=lambda: None,

@@ -99,6 +99,7 @@ class PageView:
     pinned: int
     skipped: int
     tokens: int
+    padding_ratio: float
     complete: int
     skipped_step: int
     bad_steps: int

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,7 @@ class Parts:
             digest=DIGEST,
             global_tokens=32,
             loss_tokens=32,
+            tokens=np.zeros((1, 4, 9)),
             tokens_until=32 * self.computing_step,
         )
 
@@ -157,6 +159,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     assert made.run() == "finished"
     step = [*STEP[:-1], {"loss": 2.0, "grad_norm": 1.5}, STEP[-1]]
     figures = {
+        "padding_ratio": 0.0,
         "learning_rate": 0.05,
         "sealed": 1,
         "complete": 1,

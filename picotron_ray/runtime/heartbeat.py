@@ -100,6 +100,7 @@ class PageView:
     skipped: int
     tokens: int
     padding_ratio: float
+    stage: int
     complete: int
     skipped_step: int
     bad_steps: int

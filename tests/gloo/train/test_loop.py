@@ -52,6 +52,7 @@ class Parts:
             global_tokens=32,
             loss_tokens=32,
             tokens=np.zeros((1, 4, 9)),
+            stage=0,
             tokens_until=32 * self.computing_step,
         )
 
@@ -160,6 +161,7 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     step = [*STEP[:-1], {"loss": 2.0, "grad_norm": 1.5}, STEP[-1]]
     figures = {
         "padding_ratio": 0.0,
+        "stage": 0,
         "learning_rate": 0.05,
         "sealed": 1,
         "complete": 1,

@@ -41,6 +41,8 @@ _VERDICTS: dict[str, Verdict] = {
     "comm.reduce_dtype": "warn",
     "init_from": "refuse",
     "evaluate.samples": "warn",
+    "evaluate.sets": "may",
+    "evaluate.source_samples": "may",
     "evaluate.weights": "warn",
 }
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.support.mixture import shares_by_step
 from picotron_ray.data import batch
+from picotron_ray.data.held_out_sets import HeldOutSet, held_out_sets
 from picotron_ray.data.plan.advance import StageRecord
 from picotron_ray.data.plan.build_plan import build_plan, plan_words, source_seeds
 from picotron_ray.data.plan.mixed_samples import MixedSamples
@@ -35,6 +37,7 @@ class DataSplits:
         plan: which rows each step feeds.
         global_batch: samples per step, the size of evaluation batches too.
         notes: what a user should know of how samples were made.
+        sets: held-out samples whose loss is told by itself.
     """
 
     train: SampleSet
@@ -44,6 +47,7 @@ class DataSplits:
     plan: SamplePlan
     global_batch: int
     notes: tuple[str, ...] = ()
+    sets: tuple[HeldOutSet, ...] = ()
 
     @property
     def feed(self) -> Feed:
@@ -59,9 +63,21 @@ class DataSplits:
         """Cut one DP replica's part of the fixed held-out samples (``data.batch.eval_batches``)."""
         return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
 
+    def set_batches(self, layout: Layout, dp_index: int) -> list[list[batch.StepBatch]]:
+        """Cut one DP replica's part of each of `sets`."""
+        return [
+            batch.eval_batches(one.samples, layout, dp_index, one.wanted, self.global_batch)
+            for one in self.sets
+        ]
+
 
 def build_dataset(
-    data: DataConfig, model_vocab: int, seed: int, cache_dir: Path, steps: int = 0
+    data: DataConfig,
+    model_vocab: int,
+    seed: int,
+    cache_dir: Path,
+    steps: int = 0,
+    evaluate: EvaluateConfig | None = None,
 ) -> DataSplits:
     """Read, tokenise (or find in the cache) and check the data of a run.
 
@@ -70,6 +86,7 @@ def build_dataset(
         model_vocab: ``model.vocab_size``; every token id must be below it.
         seed: order of samples.
         cache_dir: a folder of this node for token caches, shared by its workers.
+        evaluate: sets that are to be evaluated; None: none but the held-out part.
         steps: those that a run is to take, for which sources that do not repeat must last.
 
     Raises:
@@ -91,6 +108,7 @@ def build_dataset(
         plan=build_plan(data, model_vocab, seed, found, cache_dir),
         global_batch=data.global_batch,
         notes=joined.notes,
+        sets=held_out_sets(data, evaluate, [source.held_out for source in found], model_vocab, cache_dir),
     )
     check_supply(data, splits, steps)
     return splits

@@ -42,6 +42,15 @@ TRAINING = (
         in_ray=True,
     ),
     Metric(
+        "picotron_training_eval_set_loss_nats",
+        "gauge",
+        "nats",
+        "Mean loss per token of the newest evaluation on a held-out set beside: one of evaluate.sets, or a"
+        " source of data.sources.",
+        "coordinator",
+        labels=("set",),
+    ),
+    Metric(
         "picotron_training_baseline_loss_nats",
         "gauge",
         "nats",

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.evaluation import figures, judges_commit
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
@@ -34,6 +35,7 @@ from picotron_ray.data.plan.advance import StageRecord
 from picotron_ray.errors import DivergedError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
+from picotron_ray.train.evaluation import Evaluated, summed
 from picotron_ray.train.link_probe import LinkProbe
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.replica_check import NoReplicaCheck
@@ -107,6 +109,10 @@ class Loop:
     updates: UpdatePolicy
     tail: LedgerTail
     start_step: int
+    eval_sets: Sequence[Sequence[StepBatch]] = ()
+    """Batches of each held-out set beside, in the order of `config.support.evaluation.set_names`."""
+    evaluated: Evaluated = field(default_factory=Evaluated)
+    """Figures of the state at hand, which its snapshot carries."""
     passes_over: Callable[[int], bool] = lambda step: False
     """Whether a rewind passes over a step."""
     memory: StepMemory = field(default_factory=StepMemory)
@@ -150,6 +156,10 @@ class Loop:
             if agreement.flags & STOP:
                 self._final_snapshot(step)
                 return "interrupted"
+            judged = judges_commit(self.job, step)
+            if judged:  # its figures are part of the commit
+                self.clock.end()
+                self._evaluate(step)
             self.clock.enter("snapshot")
             self._snapshot_if_due(step, agreement)
             self.clock.end()
@@ -158,7 +168,7 @@ class Loop:
                 probe.run()
                 self.clock.links(probe.links)
             self.tools.boundary(step, agreement.flags, self._flags_of_all)
-            if step % self.job.evaluate.interval_steps == 0:
+            if step % self.job.evaluate.interval_steps == 0 and not judged:
                 self._evaluate(step)
         if not math.isfinite(eval_loss := self._evaluate(last)):
             self.page.put(clean=-1)  # these weights reach no slot
@@ -187,6 +197,7 @@ class Loop:
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
         self.clock.enter("other")
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
+        self.evaluated.forget()
         if skipped:
             engine.skip_step()
         else:
@@ -226,6 +237,7 @@ class Loop:
         """Count a step whose samples are not fed, as all ranks do by themselves: the spec says which."""
         self.page.computing_step = step
         self.page.phase("data")
+        self.evaluated.forget()
         self.engine.skip_step()
         self.updates.pass_over()
         self._decide(step, None)
@@ -326,15 +338,21 @@ class Loop:
             self.snapshots.begin(step, self.tail.lines(), pinned=pinned)
 
     def _evaluate(self, step: int) -> float:
-        """Measure the held-out loss, summed over all ranks."""
+        """Measure the held-out losses, summed over all ranks; returns that of the data's own part."""
         self.page.phase("evaluate")
         averaged = self.job.evaluate.weights == "ema"
         if averaged:
             self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
-        loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged)
-        agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
-        total = sum(batch.loss_tokens for batch in self.eval_batches)
-        loss = agreement.loss_sum / total
+        sets = [self.eval_batches, *self.eval_sets]
+        sums = [self.engine.evaluate(batches, averaged)[0] for batches in sets]
+        totals = summed(sums, self.layout, self.device)
+        self.check_peers()  # no step's number tells these numbers from those of the last time
+        counts = [sum(batch.loss_tokens for batch in batches) for batches in sets]
+        loss, *others = (total / count for total, count in zip(totals, counts, strict=True))
+        self.evaluated.note(dict(zip(figures(self.job), (loss, *others), strict=False)))
+        if others:
+            held = {f"eval_set_{at}": each for at, each in enumerate(others)}
+            self.page.put(eval_sets=len(others), **held)
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
 

@@ -17,6 +17,7 @@ from picotron_ray.config.validation import (
     compute,
     curriculum,
     data,
+    evaluate,
     fp8,
     kernels,
     memory,
@@ -38,6 +39,7 @@ RULES = (
     *kernels.RULES,
     *memory.RULES,
     *service.RULES,
+    *evaluate.RULES,
     *alerts.RULES,
     *telemetry.RULES,
 )

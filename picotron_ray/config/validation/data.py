@@ -13,8 +13,13 @@ from picotron_ray.config.support.mixture import MOST_SOURCES, quotas, weight_at
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
 
+def _every_source(job: JobConfig) -> dict[str, SourceConfig]:
+    """Sources of training, and of evaluation."""
+    return {**job.data.named_sources, **job.evaluate.named_sources}
+
+
 def _source(job: JobConfig) -> Iterator[Problem]:
-    for at, source in job.data.named_sources.items():
+    for at, source in _every_source(job).items():
         yield from _source_of(job, at, source)
 
 
@@ -39,7 +44,7 @@ def _source_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Proble
 
 
 def _loss_mask(job: JobConfig) -> Iterator[Problem]:
-    for at, source in job.data.named_sources.items():
+    for at, source in _every_source(job).items():
         yield from _mask_of(at, source)
 
 
@@ -75,9 +80,9 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
     if data.long_documents is not None and data.batching == "fixed":
         text = f"saw {data.long_documents} with data.batching={data.batching}, whose rows part documents"
         yield Problem("data.long_documents", f"{text} wherever they end; drop it", ("data.batching",))
-    for at, source in data.named_sources.items():
+    for at, source in _every_source(job).items():
         yield from _end_of(job, at, source)
-    ends = {source.document_end for source in data.named_sources.values()}
+    ends = {source.document_end for source in _every_source(job).values()}
     if data.document_masks and data.batching == "fixed" and len(ends) > 1:
         text = f"saw true with sources whose documents end with other ids ({', '.join(map(str, ends))});"
         yield Problem("data.document_masks", f"{text} say data.batching=packed", ("data.sources",))

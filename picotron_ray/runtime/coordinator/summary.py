@@ -69,6 +69,7 @@ def summary_of(
         "submissions": list(facts.submissions),
         "steps": facts.generations[-1].end_step if facts.generations else 0,
         "eval_loss": facts.newest_eval().get("eval_loss"),
+        "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         "tokens_per_s": tokens / median if median else None,
         "mfu": None,  # needs the device's peak rate: unknown on a CPU
@@ -110,6 +111,7 @@ def training_status(job: JobConfig, facts: Facts) -> dict[str, Any]:
         "tokens_per_s": tokens / step_time if step_time else None,
         "eval_loss": newest_eval.get("eval_loss"),
         "eval_step": newest_eval.get("eval_step"),
+        "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         "failures": failure_entries(facts),
     }

@@ -51,12 +51,18 @@ def number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def set_losses(told: dict[str, Any]) -> list[str]:
+    """Say the loss of each held-out set beside, from a run's status or summary."""
+    return [f"{name} {number(loss)}" for name, loss in (told.get("eval_sets") or {}).items()]
+
+
 def progress_line(status: dict[str, Any]) -> str:
     """One line: step, loss, tokens/s, layout, members."""
     parts = [f"step {status['step']}/{status['steps']}", f"loss {number(status['loss'])}"]
     if status.get("eval_loss") is not None:
         bigram = number(status.get("baseline_loss"))
         parts.append(f"eval_loss {number(status['eval_loss'])} (bigram {bigram})")
+        parts += set_losses(status)
     parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
     where = f"{status['layout'] or '-'} on {len(status['members'])} workers"
     parts.append(f"{where} in {status['precision']}" if status.get("precision") else where)
@@ -130,6 +136,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
         f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
     )
+    if sets := set_losses(summary):
+        lines.append(f"held-out sets: {', '.join(sets)}")
     measured = [one for one in summary.get("generations", ()) if one.get("measured_s")]
     if measured:
         last = measured[-1]

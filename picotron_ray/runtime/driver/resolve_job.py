@@ -209,7 +209,7 @@ def _data(at: ResolvedJob) -> ResolvedJob:
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     job = at.job
-    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder(), job.steps)
+    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder(), job.steps, job.evaluate)
     return replace(at, data=data).noting(*(f"data: {note}" for note in data.notes))
 
 

@@ -49,6 +49,7 @@ from picotron_ray.runtime.worker.step_telemetry import generation_clock
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
+from picotron_ray.train.evaluation import Evaluated
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.passes import silent
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
@@ -66,13 +67,12 @@ class GenerationRun:
     """
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
-        self.spec = spec
+        self.spec, self._resources = spec, resources
         self._job = resources.job_of(spec)
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
-        self._requests = Requests()
+        self._requests, self._evaluated = Requests(), Evaluated()
         self._updates, self._stages = UpdatePolicy(self._job), resources.data.stage_record()
         self._interrupted = False
         self.copies: StateCopies | None = None
@@ -186,6 +186,8 @@ class GenerationRun:
             engine=self._engine,
             loader=self._loader,
             eval_batches=eval_batches,
+            eval_sets=resources.data.set_batches(spec.layout, at.dp),
+            evaluated=self._evaluated,
             snapshots=self._snapshots,
             page=page,
             requests=self._requests,
@@ -283,7 +285,8 @@ class GenerationRun:
     def _extra(self) -> dict[str, Any]:
         """Return what slots keep of this state's past, besides the ledger."""
         known = {} if self._initial_weights is None else {INITIAL_WEIGHTS: self._initial_weights}
-        return self._updates.extra() | known | (self._stages.extra() if self._stages else {})
+        stages = self._stages.extra() if self._stages else {}
+        return self._updates.extra() | known | stages | self._evaluated.extra()
 
     def _leave_if_asked(self) -> None:
         """Leave before the first step, where no exchange takes the request to stop."""
@@ -326,10 +329,7 @@ class GenerationRun:
         return any(owner(path) not in members for path in self._resources.folder.glob(f"*{SUFFIX}"))
 
     def _protected(self) -> SlotKey:
-        """Key of the state that this generation came from.
-
-        It must stay until a newer one is sealed everywhere.
-        """
+        """Key of the state that this generation came from, which stays until a newer one is sealed."""
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)

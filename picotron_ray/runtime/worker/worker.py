@@ -83,7 +83,8 @@ class Worker:
             choose_allocator(self._job.memory.allocator)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         process_log.place(partial(place_of, page, trace_of(self._job)))
-        data = build_dataset(self._job.data, self._job.model.vocab_size, self._job.seed, cache_folder())
+        vocabulary, evaluate = self._job.model.vocab_size, self._job.evaluate
+        data = build_dataset(self._job.data, vocabulary, self._job.seed, cache_folder(), evaluate=evaluate)
         leave_note(path, worker, data.fingerprint)
         page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
         self._resources = WorkerResources(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.tokenizer import TokenizerSection
 
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
@@ -44,7 +45,8 @@ class SourceConfig(Section):
     end_token: int | None = Field(
         default=None,
         ge=0,
-        description="memmap: the id that ends a document, for document_masks; other sources write their own",
+        description="the id that ends a document: of memmap files, for document_masks; of text, instead of"
+        " the tokenizer's eos_token. Bytes end with 256",
     )
     loss_mask: bool = Field(
         default=False,
@@ -87,7 +89,7 @@ class MixedSource(SourceConfig):
         return {0: self.weight} if isinstance(self.weight, float) else dict(sorted(self.weight))
 
 
-class DataConfig(SourceConfig):
+class DataConfig(SourceConfig, TokenizerSection):
     """Samples, and how they are cut into batches.
 
     A sample is ``sequence_length`` + 1 consecutive tokens of one stream, or a row of whole documents.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.batch import EVALUATION_SEED
-from picotron_ray.data.cache import VOCABULARY, TokenSplits, byte_splits
+from picotron_ray.data.cache import TextSource, TokenSplits, text_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
 from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
 from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
@@ -56,15 +57,23 @@ def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_d
 
 
 def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
-    splits = _splits(data, model_vocab, cache_dir)
+    splits, end = _splits(data, model_vocab, cache_dir)
     train_mask, held_mask = splits.masks or (None, None)
-    parts = (("training", splits.train, train_mask), ("held-out", splits.held_out, held_mask))
-    for name, tokens, mask in parts:
+    train_ends, held_ends = splits.ends or (None, None)
+    parts = (
+        ("training", splits.train, train_mask, train_ends),
+        ("held-out", splits.held_out, held_mask, held_ends),
+    )
+    for name, tokens, mask, _ in parts:
         _check(data, name, tokens, mask)
     if data.batching == "fixed":
-        train, held = (Dataset(tokens, data.sequence_length, mask) for _, tokens, mask in parts)
+        apart = data.document_masks
+        train, held = (
+            Dataset(tokens, data.sequence_length, mask, ends if apart else None)
+            for _, tokens, mask, ends in parts
+        )
         return SourceSamples(train, held, splits.digest, splits.bigram_entropy)
-    request = PackRequest(splits.digest, end_of(data), data.sequence_length, seed, data.long_documents)
+    request = PackRequest(splits.digest, end, data.sequence_length, seed, data.long_documents)
     held_request = replace(request, digest=f"{splits.digest} held out", seed=EVALUATION_SEED)
     packed, packed_held = (
         _packed(*part, asked, cache_dir) for part, asked in zip(parts, (request, held_request), strict=True)
@@ -73,15 +82,27 @@ def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> Sou
     return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),))
 
 
-def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> TokenSplits:
+def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> tuple[TokenSplits, int]:
+    """Open both splits; with the id that ends a document, 0 where nobody asks and nothing says."""
     if data.source == "memmap":
-        return memmap_splits(data, model_vocab, cache_dir)
-    if model_vocab < VOCABULARY:
-        raise DataError(
-            f"model.vocab_size: {model_vocab} is less than the {VOCABULARY} ids of the byte tokenizer that"
-            f" data.source {data.source} uses (256 bytes, end of document); set it to at least {VOCABULARY}"
+        end = end_of(data) if data.batching != "fixed" else data.end_token or 0
+        return memmap_splits(data, model_vocab, cache_dir), end
+    text = TextSource.of(data)
+    vocabulary = text.tokenizer.vocabulary
+    if model_vocab < vocabulary:
+        whose = (
+            f"ids of the byte tokenizer that data.source {data.source} uses (256 bytes, end of document)"
+            if data.tokenizer is None
+            else f"ids of data.tokenizer {data.tokenizer}"
         )
-    return byte_splits(data, cache_dir)
+        raise DataError(
+            f"model.vocab_size: {model_vocab} is less than the {vocabulary} {whose}; set it to at least"
+            f" {vocabulary}"
+        )
+    splits = text_splits(text, cache_dir)
+    if data.tokenizer is not None:
+        splits = replace(splits, digest=f"{splits.digest}/{text.tokenizer.digest}")
+    return splits, text.end
 
 
 def _check(data: DataConfig, name: str, tokens: Tokens, mask: Tokens | None) -> None:
@@ -100,21 +121,21 @@ def _check(data: DataConfig, name: str, tokens: Tokens, mask: Tokens | None) -> 
 
 
 def _packed(
-    name: str, tokens: Tokens, mask: Tokens | None, request: PackRequest, cache_dir: Path
+    name: str, tokens: Tokens, mask: Tokens | None, ends: Any, request: PackRequest, cache_dir: Path
 ) -> PackedSamples:
     """Pack a part of the data into rows."""
-    pieces, rows = packed_rows(tokens, request, cache_dir)
+    pieces, rows = packed_rows(tokens, request, cache_dir, ends)
     found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
     if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
         raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")
     return found
 
 
-def end_of(data: SourceConfig) -> int:
-    """Return the token id that ends a document. Raises DataError where token files do not say."""
-    if data.document_end is None:
+def end_of(data: DataConfig) -> int:
+    """Return the token id that ends a document of token files. Raises DataError where nothing says."""
+    if data.end_token is None:
         raise DataError("data.end_token: saw null, expected the id that ends a document in these token files")
-    return data.document_end
+    return data.end_token
 
 
 def _any_counts(mask: Tokens) -> bool:

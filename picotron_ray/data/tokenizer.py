@@ -19,7 +19,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from picotron_ray.config.schema.data import END_OF_DOCUMENT, DataConfig
-from picotron_ray.data.sources import shown
+from picotron_ray.data.source_files import shown
 from picotron_ray.errors import DataError, install_extra
 
 Ids = npt.NDArray[np.int64]
@@ -56,8 +56,8 @@ class Tokenizer(Protocol):
                 Else they are text like any other, as in documents.
         """
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[Ids, Ids]:
-        """Return the ids of a text, and the range of its UTF-8 bytes that each stands for, ``[ids, 2]``."""
+    def encode_with_offsets(self, texts: Sequence[str], special: bool = False) -> list[tuple[Ids, Ids]]:
+        """Return the ids of each text, and the range of its UTF-8 bytes of each, ``[ids, 2]``."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, for people: special tokens included, bytes of no character as U+FFFD."""
@@ -91,11 +91,10 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[Ids, Ids]:
-        """Return the bytes of a text, and their places."""
-        (ids,) = self.encode([text])
-        places = np.arange(len(ids))
-        return ids, np.stack([places, places + 1], 1)
+    def encode_with_offsets(self, texts: Sequence[str], special: bool = False) -> list[tuple[Ids, Ids]]:
+        """Return the bytes of each text, and their places."""
+        ranges = (np.arange(len(ids)) for ids in self.encode(texts))
+        return [(ids, np.stack([at, at + 1], 1)) for ids, at in zip(self.encode(texts), ranges, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of bytes, and a word for each end of a document."""
@@ -128,9 +127,9 @@ class NumberTokenizer:
             " tokenizer.json that made them"
         )
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[Ids, Ids]:
+    def encode_with_offsets(self, texts: Sequence[str], special: bool = False) -> list[tuple[Ids, Ids]]:
         """Raise DataError."""
-        return self.encode([text])[0], np.zeros((0, 2), np.int64)
+        return [(ids, np.zeros((0, 2), np.int64)) for ids in self.encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the numbers, with spaces between."""
@@ -166,24 +165,30 @@ class FileTokenizer:
         found = self._tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in found]
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[Ids, Ids]:
-        """Return the ids of a text, and the ranges of its UTF-8 bytes that they stand for."""
-        text = _whole(text)
+    def encode_with_offsets(self, texts: Sequence[str], special: bool = False) -> list[tuple[Ids, Ids]]:
+        """Return the ids of each text, and the ranges of its UTF-8 bytes that they stand for."""
+        whole = list(map(_whole, texts))
         self._tokenizer.encode_special_tokens = not special
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
-        if not text.isascii():
-            sizes = [len(character.encode()) for character in text]
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])[offsets]
-        return np.array(found.ids, np.int64), offsets
+        found = self._tokenizer.encode_batch(whole, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int64), _in_bytes(text, encoding.offsets))
+            for text, encoding in zip(whole, found, strict=True)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included; ids that no token has as numbers."""
-        known = [int(token) for token in ids]
-        if all(token < self.vocabulary for token in known):
-            return str(self._tokenizer.decode(known, skip_special_tokens=False))
-        parts = [str(self._tokenizer.decode([t])) if t < self.vocabulary else f"<|{t}|>" for t in known]
-        return "".join(parts)
+        parts: list[str] = []
+        held: list[int] = []
+        for token in map(int, ids):
+            if token < self.vocabulary:
+                held.append(token)
+                continue
+            parts += [self._text(held), f"<|{token}|>"]
+            held = []
+        return "".join([*parts, self._text(held)])
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def named(self, key: str) -> str | None:
         """Return the text of a special token by the key that transformers has for it, such as bos_token."""
@@ -269,6 +274,15 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"data.tokenizer: {where} holds no object of JSON; fetch it again")
     return found
+
+
+def _in_bytes(text: str, offsets: list[tuple[int, int]]) -> Ids:
+    """Ranges of characters as ranges of UTF-8 bytes."""
+    found = np.array(offsets, np.int64).reshape(-1, 2)
+    if text.isascii():
+        return found
+    places = np.cumsum([0, *(len(character.encode()) for character in text)])
+    return np.asarray(places[found], np.int64)
 
 
 def _whole(text: str) -> str:

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.documents import DocumentSection
 from picotron_ray.config.schema.tokenizer import TokenizerSection
 
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 
 
-class SourceConfig(Section):
+class SourceConfig(DocumentSection):
     """Source of documents.
 
     Example::
@@ -22,21 +22,26 @@ class SourceConfig(Section):
           path: corpus/
     """
 
-    source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
+    source: Literal["stdlib", "text", "jsonl", "memmap", "parquet", "arrow", "hf"] = Field(
         default="stdlib",
         description="stdlib: the Python standard library's own source files; text: UTF-8 files; jsonl: one"
-        " JSON object per line; memmap: raw token ids in one file per split",
+        " JSON object per line; memmap: raw token ids in one file per split; parquet, arrow: tables; hf: a"
+        " dataset of the library datasets",
     )
-    path: str | None = Field(default=None, description="file, folder or glob; not used by stdlib")
-    text_key: str = Field(default="text", description="jsonl: the key that holds the text")
+    path: str | None = Field(
+        default=None,
+        description="file, folder, glob or URL (s3://, hf://, hdfs://, memory://, …); of hf the folder that"
+        " save_to_disk wrote, or a name on the hub; not used by stdlib",
+    )
+    text_key: str = Field(default="text", description="rows: the key, or column, that holds the text")
     prompt_key: str | None = Field(
         default=None,
-        description="jsonl, for loss_mask: the key of a string that comes before the text and does not count"
+        description="rows, for loss_mask: the key of a string that comes before the text and does not count"
         " in the loss",
     )
     spans_key: str | None = Field(
         default=None,
-        description="jsonl, for loss_mask: the key of a list of [start, end], the characters of the text that"
+        description="rows, for loss_mask: the key of a list of [start, end], the characters of the text that"
         " count in the loss; end is excluded",
     )
     memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
@@ -52,13 +57,8 @@ class SourceConfig(Section):
         default=False,
         description="only some tokens count, such as answers, and the loss is the mean over those. memmap:"
         " beside each token file lies a file .mask, a byte per token: 1 where it counts as a target, else 0."
-        " jsonl: prompt_key or spans_key says",
+        " Rows: prompt_key, spans_key or chat_template says",
     )
-
-    @property
-    def document_end(self) -> int | None:
-        """The id that ends a document; None where token files do not say."""
-        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT
 
 
 class MixedSource(SourceConfig):
@@ -132,6 +132,15 @@ class DataConfig(SourceConfig, TokenizerSection):
         " samples stay",
     )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document in all sources; None where another place than the config says."""
+        sources = self.named_sources.values()
+        if self.tokenizer is not None and any(source.source != "memmap" for source in sources):
+            return None
+        ends = {source.end_token if source.source == "memmap" else END_OF_DOCUMENT for source in sources}
+        return ends.pop() if len(ends) == 1 else None
 
     @property
     def keeps_documents_apart(self) -> bool:

@@ -42,7 +42,7 @@ def write_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     if end is not None:
-        settings: dict[str, Any] = {"eos_token": {"content": end}}
+        settings: dict[str, Any] = {"eos_token": end}
         settings |= {} if template is None else {"chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

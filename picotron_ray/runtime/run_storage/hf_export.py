@@ -22,6 +22,7 @@ from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.hf_assets import IMPORTED
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 from picotron_ray.runtime.run_storage.peft_export import layers_in_peft, merged, write_adapter
+from picotron_ray.runtime.run_storage.tokenizer_record import load_tokenizer, write_tokenizer
 
 AVERAGED = "ema/"
 """How the names of averaged weights begin (`checkpoint.torch_state`, which needs torch)."""
@@ -69,10 +70,10 @@ def export_hf(
             f"--step: the commit of step {found.manifest.step} is what was imported, and has no adapters yet;"
             " take a later one"
         )
-    data = job.data
-    config = hf.hf_config(
-        job.model, data.sequence_length, dtype, kept.config if kept else None, data.document_end
-    )
+    tokenizer = load_tokenizer(storage)
+    end = job.data.document_end if tokenizer is None else tokenizer.end
+    imported = kept.config if kept else None
+    config = hf.hf_config(job.model, job.data.sequence_length, dtype, imported, end)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,10 +84,12 @@ def export_hf(
         else:
             written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
             hf_assets.write(folder, kept)
+            write_tokenizer(folder, tokenizer)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
         raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error
-    return {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
+    done = {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
+    return done if tokenizer is None else {**done, "tokenizer": tokenizer.digest}
 
 
 def _check_target(folder: Path) -> None:

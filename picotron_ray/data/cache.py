@@ -22,8 +22,9 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.cache_folder import open_or_make
 from picotron_ray.data.chat_template import ChatTemplate, open_chat
+from picotron_ray.data.listing import check_unchanged, find_files
 from picotron_ray.data.samples import Tokens
-from picotron_ray.data.source_files import InputFile, check_unchanged, find_files
+from picotron_ray.data.source_files import InputFile
 from picotron_ray.data.sources import read_documents
 from picotron_ray.data.split_writer import SPLITS, CacheForm, write_splits
 from picotron_ray.data.tokenise import Encoder

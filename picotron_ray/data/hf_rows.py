@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from picotron_ray.config.schema.data import DataConfig
-from picotron_ray.data.source_files import shown
+from picotron_ray.data.source_files import require_columns, shown
 from picotron_ray.errors import DataError, install_extra
 
 
@@ -37,8 +37,6 @@ class HfDataset:
 
     def rows(self, needed: dict[str, str]) -> Iterator[tuple[Any, str]]:
         """Read all rows, in their order. Raises DataError where a column is missing."""
-        from picotron_ray.data.rows import require_columns
-
         require_columns(list(self.dataset.column_names), needed, self.where)
         for number, row in enumerate(self.dataset, 1):
             yield row, f"{self.where}:{number}"

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.data.hf_rows import HfDataset
 from picotron_ray.data.jsonl_record import parse_line
-from picotron_ray.data.source_files import InputFile, unreadable
+from picotron_ray.data.source_files import InputFile, require_columns, unreadable
 from picotron_ray.errors import DataError
 
 BATCH_ROWS = 1024
@@ -20,8 +21,6 @@ def rows_of(file: InputFile, data: DataConfig) -> Iterator[Row]:
     Raises DataError for a file that cannot be read, or lacks a column that the config names.
     """
     if data.source == "hf":
-        from picotron_ray.data.hf_rows import HfDataset
-
         assert isinstance(file, HfDataset)
         yield from file.rows(columns(data))
         return
@@ -41,15 +40,6 @@ def columns(data: DataConfig) -> dict[str, str]:
         return {data.messages_key: "data.messages_key"}
     keys = ["text_key"] + (["prompt_key", "spans_key"] if data.loss_mask else [])
     return {name: f"data.{key}" for key in keys if (name := getattr(data, key)) is not None}
-
-
-def require_columns(there: list[str], data_columns: dict[str, str], where: str) -> None:
-    """Raise DataError where a column is missing."""
-    for name, key in data_columns.items():
-        if name not in there:
-            raise DataError(
-                f"{key}: {where} has no column {name!r} (seen: {', '.join(there[:8])}); name the right one"
-            )
 
 
 def _lines(stream: BinaryIO, file: InputFile) -> Iterator[Row]:

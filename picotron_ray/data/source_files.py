@@ -1,4 +1,4 @@
-"""Files of a source: found by path, folder, glob or URL, each known by its size and a mark of its content.
+"""Files of this node, each known by its size and a mark of its content; and the words for what is refused.
 
 The mark is the time of the last change, or what the server has for it (an etag). Names are relative to the
 folder that was asked for, so that a copy elsewhere splits the same way.
@@ -9,17 +9,12 @@ from __future__ import annotations
 import glob
 import os
 import stat
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.errors import DataError
-
-# Not part of every distribution's standard library, or not the library itself.
-_STDLIB_SKIPS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "ensurepip"}
 
 
 class InputFile(Protocol):
@@ -79,52 +74,10 @@ def unreadable(path: str | Path, error: OSError | ValueError) -> DataError:
     )
 
 
-def find_files(data: DataConfig) -> list[InputFile]:
-    """List all input files of the source, sorted by name. Raises DataError when there are none."""
-    files: list[InputFile]
-    if data.source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in _walk(root, _STDLIB_SKIPS) if f.path.suffix == ".py"]
-        where = f"the standard library's folder {root}"
-    else:
-        if data.path is None:
-            raise DataError(f"data.path: missing, but data.source {data.source} needs a file, folder or glob")
-        where = shown(data.path)
-        if data.source == "hf":
-            from picotron_ray.data.hf_rows import find_dataset
-
-            return [find_dataset(data)]
-        if "://" in data.path:
-            from picotron_ray.data.url_files import find_urls
-
-            files = find_urls(data.path, data.s3)
-        else:
-            files = list(_expand(os.path.expanduser(data.path)))
-    if not files:
-        raise DataError(f"data.path: no files in {where}; give a file, folder or glob that holds some")
-    return sorted(files, key=lambda file: file.name)
-
-
-def check_unchanged(data: DataConfig, before: list[str]) -> None:
-    """Raise DataError where a file is another one than when it was listed.
-
-    Args:
-        before: identities at that time. Files that came since are left alone.
-    """
-    now = {file.identity(): file for file in find_files(data)}
-    for identity in before:
-        if identity not in now:
-            place, name, *_ = identity.split("\0")
-            raise DataError(
-                f"data.path: {name} (of {shown(place)}) changed while it was read; start again when nobody"
-                " writes it"
-            )
-
-
-def _expand(path: str) -> list[SourceFile]:
+def local_files(path: str) -> list[SourceFile]:
     """List the regular files of a path: itself, all below a folder (hidden ones not), or a glob's."""
     if os.path.isdir(path):
-        return list(_walk(Path(path), set()))
+        return list(walk(Path(path), set()))
     if os.path.exists(path) or not glob.has_magic(path):
         require_file(path)
         return [SourceFile(Path(path), os.path.basename(path))]
@@ -145,7 +98,7 @@ def require_file(path: str | Path) -> None:
         raise DataError(f"data.path: {shown(path)} is neither a regular file nor a folder; give one of those")
 
 
-def _walk(root: Path, skip: set[str]) -> Iterator[SourceFile]:
+def walk(root: Path, skip: set[str]) -> Iterator[SourceFile]:
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename, error) from None
 
@@ -155,3 +108,16 @@ def _walk(root: Path, skip: set[str]) -> Iterator[SourceFile]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield SourceFile(path, path.relative_to(root).as_posix())
+
+
+def require_columns(there: list[str], needed: dict[str, str], where: str) -> None:
+    """Raise DataError where a column is missing.
+
+    Args:
+        needed: columns, each with the config key that names it.
+    """
+    for name, key in needed.items():
+        if name not in there:
+            raise DataError(
+                f"{key}: {where} has no column {name!r} (seen: {', '.join(there[:8])}); name the right one"
+            )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from picotron_ray.config.schema.documents import S3Access
+from picotron_ray.data.s3_files import find_objects
 from picotron_ray.data.source_files import InputFile, shown
 from picotron_ray.errors import DataError
 
@@ -60,8 +61,6 @@ def find_urls(url: str, s3: S3Access) -> list[InputFile]:
     Raises DataError for a scheme that nothing here reads, or a place that does not answer.
     """
     if url.startswith("s3://"):
-        from picotron_ray.data.s3_files import find_objects
-
         return list(find_objects(url, s3))
     system, path = _system(url)
     try:

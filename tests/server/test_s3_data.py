@@ -16,7 +16,7 @@ from picotron_ray.config.schema.documents import S3Access
 from picotron_ray.config.schema.service import StorageConfig
 from picotron_ray.data import s3_files, sources
 from picotron_ray.data.cache import byte_splits
-from picotron_ray.data.source_files import find_files
+from picotron_ray.data.listing import find_files
 from picotron_ray.errors import DataError
 from tests.support.checkpoint.s3_kit import Settings, environment, new_bucket
 

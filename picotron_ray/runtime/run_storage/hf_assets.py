@@ -3,7 +3,7 @@
 Small files, stored as bytes under ``imported/`` of the run and written back by an export. A run that takes
 over its weights (``init_from``) takes them over too. ``imported/record.json`` names them with their digests
 and says which ids the tokenizer makes, so that a run is not fed with ids of another one. JSON is parsed;
-``tokenizer.model`` (sentencepiece) is kept without a look inside, and nothing is unpickled.
+a sentencepiece model is kept without a look inside, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HfAssets:
         origin: where it came from, for messages.
         config: config.json of the checkpoint.
         files: bytes by name.
-        largest_id: the tokenizer's; None where there is none, or nothing but ``tokenizer.model``.
+        largest_id: the tokenizer's; None where there is none, or nothing but a sentencepiece model.
     """
 
     origin: str
@@ -169,9 +169,9 @@ def copy_assets(source: Storage, target: Storage) -> None:
         store(target, kept)
 
 
-def write(folder: Path, kept: HfAssets | None) -> None:
-    """Write the files into an export, as they were imported."""
-    for name, data in kept.files.items() if kept else ():
+def write(folder: Path, kept: HfAssets | None, tokenizer: Mapping[str, bytes]) -> None:
+    """Write the files into an export, as they were imported, or as the data's own tokenizer has them."""
+    for name, data in ({**(kept.files if kept else {}), **tokenizer}).items():
         (folder / name).write_bytes(data)
 
 

@@ -22,7 +22,7 @@ from picotron_ray.runtime.run_storage import hf_assets
 from picotron_ray.runtime.run_storage.hf_assets import IMPORTED
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 from picotron_ray.runtime.run_storage.peft_export import layers_in_peft, merged, write_adapter
-from picotron_ray.runtime.run_storage.tokenizer_record import load_tokenizer, write_tokenizer
+from picotron_ray.runtime.run_storage.tokenizer_record import load_tokenizer
 
 AVERAGED = "ema/"
 """How the names of averaged weights begin (`checkpoint.torch_state`, which needs torch)."""
@@ -72,8 +72,7 @@ def export_hf(
         )
     tokenizer = load_tokenizer(storage)
     end = job.data.document_end if tokenizer is None else tokenizer.end
-    imported = kept.config if kept else None
-    config = hf.hf_config(job.model, job.data.sequence_length, dtype, imported, end)
+    config = hf.hf_config(job.model, job.data.sequence_length, dtype, kept.config if kept else None, end)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,8 +82,7 @@ def export_hf(
             written = _write_adapter(job, folder, found.manifest, storage, dtype, kept, stored)
         else:
             written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
-            hf_assets.write(folder, kept)
-            write_tokenizer(folder, tokenizer)
+            hf_assets.write(folder, kept, {} if tokenizer is None else tokenizer.files)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
         raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error

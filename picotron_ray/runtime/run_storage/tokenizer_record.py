@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from blake3 import blake3
 
@@ -69,12 +68,6 @@ def load_tokenizer(storage: Storage) -> KeptTokenizer | None:
         return KeptTokenizer({name: files[name] for name in (FILE, *BESIDE) if name in files}, record["end"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{RECORD} is malformed: {error!r}", where=RECORD) from error
-
-
-def write_tokenizer(folder: Path, kept: KeptTokenizer | None) -> None:
-    """Write the files into an export."""
-    for name, data in kept.files.items() if kept else ():
-        (folder / name).write_bytes(data)
 
 
 def _checked(storage: Storage, name: str, digest: str) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import cache, sources
 from picotron_ray.data.cache import TokenSplits, byte_splits
-from picotron_ray.data.source_files import find_files
+from picotron_ray.data.listing import find_files
 from picotron_ray.errors import DataError
 
 ROWS = [

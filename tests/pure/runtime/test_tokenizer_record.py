@@ -13,7 +13,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.tokenizer import open_tokenizer
 from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.run_storage import hf_assets
-from picotron_ray.runtime.run_storage.tokenizer_record import keep_tokenizer, load_tokenizer, write_tokenizer
+from picotron_ray.runtime.run_storage.tokenizer_record import keep_tokenizer, load_tokenizer
 from tests.support.data_kit import CHATML
 from tests.support.data_kit import write_tokenizer as make
 
@@ -31,11 +31,10 @@ def test_a_run_keeps_the_first_tokenizer_and_exports_have_it(tmp_path: Path) -> 
     assert kept is not None
     assert (kept.end, kept.digest) == (0, open_tokenizer(job.data).digest)
     (tmp_path / "out").mkdir()
-    write_tokenizer(tmp_path / "out", kept)
+    hf_assets.write(tmp_path / "out", None, kept.files)
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == CHATML
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
-        tmp_path / "tok" / "tokenizer.json"
-    ).read_bytes()
+    ours, theirs = (tmp_path / name / "tokenizer.json" for name in ("out", "tok"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_what_was_damaged_is_told(tmp_path: Path) -> None:

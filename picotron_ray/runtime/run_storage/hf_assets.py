@@ -169,9 +169,9 @@ def copy_assets(source: Storage, target: Storage) -> None:
         store(target, kept)
 
 
-def write(folder: Path, kept: HfAssets | None, tokenizer: Mapping[str, bytes]) -> None:
+def write(folder: Path, kept: HfAssets | None, tokenizer: Mapping[str, bytes] | None = None) -> None:
     """Write the files into an export, as they were imported, or as the data's own tokenizer has them."""
-    for name, data in ({**(kept.files if kept else {}), **tokenizer}).items():
+    for name, data in ({**(kept.files if kept else {}), **(tokenizer or {})}).items():
         (folder / name).write_bytes(data)
 
 

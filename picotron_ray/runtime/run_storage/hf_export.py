@@ -82,7 +82,7 @@ def export_hf(
             written = _write_adapter(job, folder, found.manifest, storage, dtype, kept, stored)
         else:
             written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
-            hf_assets.write(folder, kept, {} if tokenizer is None else tokenizer.files)
+            hf_assets.write(folder, kept, tokenizer.files if tokenizer else None)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
         raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error

@@ -110,11 +110,9 @@ class RunStore:
 
     def claim(self) -> int:
         """Write run.json (if absent) and launch.json, claim a term where `Launch` may and show life since."""
-        config = saved_config(self._job)
+        saved = {**(config := saved_config(self._job)), "origin": self._origin}
         with suppress(AlreadyExistsError):
-            self._storage.put_if_absent(
-                "run.json", json.dumps({**config, "origin": self._origin}, indent=1).encode()
-            )
+            self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
         self.data = settle_data(self._storage, self._job.name, self.data)
         keep_tokenizer(self._storage, self._job)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())

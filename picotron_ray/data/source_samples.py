@@ -12,7 +12,7 @@ from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.batch import EVALUATION_SEED
 from picotron_ray.data.cache import TextSource, TokenSplits, text_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
-from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
+from picotron_ray.data.plan.buckets import bucket_widths
 from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
 from picotron_ray.data.plan.packed_samples import PackedSamples
 from picotron_ray.data.samples import Dataset, SampleSet, Tokens
@@ -27,6 +27,7 @@ class SourceSamples:
         identity: what decides which samples there are.
         bigram_entropy: of the held-out tokens, nats per token.
         notes: what a user should know of how samples were made.
+        end: id that ends a document; None where nothing says.
     """
 
     train: SampleSet
@@ -34,6 +35,7 @@ class SourceSamples:
     identity: str
     bigram_entropy: float
     notes: tuple[str, ...] = ()
+    end: int | None = None
 
 
 def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
@@ -72,21 +74,29 @@ def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> Sou
             Dataset(tokens, data.sequence_length, mask, ends if apart else None)
             for _, tokens, mask, ends in parts
         )
-        return SourceSamples(train, held, splits.digest, splits.bigram_entropy)
-    request = PackRequest(splits.digest, end, data.sequence_length, seed, data.long_documents)
+        return SourceSamples(train, held, splits.digest, splits.bigram_entropy, end=end)
+    request = _request(data, splits.digest, seed, end_of(data) if end is None else end)
     held_request = replace(request, digest=f"{splits.digest} held out", seed=EVALUATION_SEED)
     packed, packed_held = (
         _packed(*part, asked, cache_dir) for part, asked in zip(parts, (request, held_request), strict=True)
     )
-    identity = f"{splits.digest}/packed/{data.long_documents}/{PACKING_VERSION}"
-    return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),))
+    identity = f"{splits.digest}/{request.way}"
+    return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),), end)
 
 
-def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> tuple[TokenSplits, int]:
-    """Open both splits; with the id that ends a document, 0 where nobody asks and nothing says."""
+def _request(data: DataConfig, digest: str, seed: int, end: int) -> PackRequest:
+    """Say how documents share rows."""
+    widths: tuple[int, ...] = ()
+    if data.batching == "buckets":
+        widths = data.buckets or bucket_widths(data.sequence_length + 1)
+    most = None if data.max_batch_size is None else data.max_batch_size // data.global_batch
+    return PackRequest(digest, end, data.sequence_length, seed, data.long_documents, widths, most)
+
+
+def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> tuple[TokenSplits, int | None]:
+    """Open both splits; with the id that ends a document, None where nothing says."""
     if data.source == "memmap":
-        end = end_of(data) if data.batching != "fixed" else data.end_token or 0
-        return memmap_splits(data, model_vocab, cache_dir), end
+        return memmap_splits(data, model_vocab, cache_dir), data.end_token
     text = TextSource.of(data)
     vocabulary = text.tokenizer.vocabulary
     if model_vocab < vocabulary:

@@ -79,6 +79,20 @@ TRAINING = (
         "coordinator",
         in_ray=True,
     ),
+    Metric(
+        "picotron_data_padding_ratio",
+        "gauge",
+        "1",
+        "Share of the newest finished step's tokens that is padding, which counts nowhere.",
+        "coordinator",
+    ),
+    Metric(
+        "picotron_data_curriculum_stage",
+        "gauge",
+        "1",
+        "Stage of the curriculum that fed the newest finished step, from 1 on; 0 without a curriculum.",
+        "coordinator",
+    ),
 )
 
 ELASTIC = (

@@ -43,6 +43,8 @@ _FIELDS = (
     ("skipped_step", "q"),  # newest step whose update was left out; -1: none
     ("bad_steps", "q"),  # how many there were in the generation
     *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
+    ("padding_ratio", "d"),  # share of the newest step's tokens that is padding
+    ("stage", "q"),  # of the curriculum, from 1 on; 0: there is none
     *(
         ("eval_step", "q"),
         ("eval_loss", "d"),

@@ -30,6 +30,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.data.plan.advance import StageRecord
 from picotron_ray.errors import DivergedError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
@@ -119,6 +120,8 @@ class Loop:
     """Raises where the generation was aborted."""
     tell: Callable[[str], None] = lambda words: None
     """Hears what changes within the generation, the same on all ranks."""
+    stages: StageRecord | None = None
+    """Where a curriculum's stages begin, where the run decides it."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -193,6 +196,7 @@ class Loop:
             self.clock.enter("other")
         self._record(step, batch, agreement, rate, skipped)
         self.updates.passed(step, loss, skipped)
+        self._decide(step, None if skipped else loss)
         page.put(clean=step)
         self._step_time_s = time.monotonic() - began
         if not self._trained:
@@ -224,6 +228,7 @@ class Loop:
         self.page.phase("data")
         self.engine.skip_step()
         self.updates.pass_over()
+        self._decide(step, None)
         global_batch = self.job.data.global_batch
         line = {
             "step": step,
@@ -239,6 +244,11 @@ class Loop:
         }
         self.tail.add(step, json.dumps(line, separators=(",", ":")))
         self.page.put(clean=step, step=step)
+
+    def _decide(self, step: int, loss: float | None) -> None:
+        """Let the curriculum decide by the step's loss, as all ranks do by themselves."""
+        if self.stages is not None and (words := self.stages.passed(step, loss)):
+            self.tell(words)
 
     def _contribution(self, step: int, batch: StepBatch, loss_sum: Tensor, grad_norm: Tensor) -> Contribution:
         """Collect what this rank tells the others at the end of a step."""
@@ -274,6 +284,8 @@ class Loop:
             "learning_rate": rate,
             "at_s": round(agreement.at_s, 3),
         }
+        if self.stages is not None:
+            line["stages"] = self.stages.begun(step)
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
         if changes := self.engine.adaptation.changes():
@@ -289,6 +301,8 @@ class Loop:
         self.snapshots.observe(agreement.sealed)
         self.page.put(
             tokens=batch.tokens_until,
+            padding_ratio=1 - batch.global_tokens / (global_batch * (batch.tokens.shape[-1] - 1)),
+            stage=batch.stage,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
             complete=agreement.sealed,

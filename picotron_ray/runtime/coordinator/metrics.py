@@ -92,6 +92,8 @@ def _training(status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]
         "picotron_training_tokens_total": measured.tokens,
         "picotron_training_gradient_norm": page.get("grad_norm"),
         "picotron_training_learning_rate": page.get("learning_rate"),
+        "picotron_data_padding_ratio": page.get("padding_ratio"),
+        "picotron_data_curriculum_stage": page.get("stage"),
     }
     yield from (Sample(name, value) for name, value in figures.items() if value is not None)
 

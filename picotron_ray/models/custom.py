@@ -14,7 +14,6 @@ a run starts from step 0. Workers of one node do so at the same time.
 from __future__ import annotations
 
 import copy
-import importlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from picotron_ray.config.import_path import import_object, one_line
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.shards import region, whole
@@ -33,29 +33,6 @@ from picotron_ray.models.finetune import frozen
 from picotron_ray.models.parameters import ParameterSpec, Style
 
 STYLES: dict[str, Style] = {"colwise": "copy_colwise", "rowwise": "sum_rowwise"}
-
-
-def import_object(key: str, path: str) -> Any:
-    """The object that an import path ``package.module:name`` names.
-
-    Raises ConfigError, one line that begins with ``key``.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}: saw {path}, but importing {module} raises {one_line(error)}; every node must be able to"
-            " import it: install it there, put it on PYTHONPATH, or launch from its folder"
-        ) from error
-    if not hasattr(found, name):
-        raise ConfigError(f"{key}: saw {path}, but {module} has no {name}; name a function of that module")
-    return getattr(found, name)
-
-
-def one_line(error: BaseException) -> str:
-    """An error of foreign code in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @contextmanager

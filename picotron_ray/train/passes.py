@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from picotron_ray.config.import_path import import_object
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.models.custom import import_object
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.data.fsdp import prepare_backward
 from picotron_ray.parallel.local_shards import LocalParameter

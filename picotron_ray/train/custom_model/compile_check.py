@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from picotron_ray.config.import_path import one_line
 from picotron_ray.errors import ConfigError, LayoutError
-from picotron_ray.models.custom import one_line
 from picotron_ray.parallel.compiled_code import CODE, compile_blocks
 
 

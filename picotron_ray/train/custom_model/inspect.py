@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from picotron_ray.config.import_path import import_object, one_line
 from picotron_ray.config.schema.custom_model import BuiltModel, PlanConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.models.custom import build_whole, import_object, logits_of, one_line, ties_of
+from picotron_ray.models.custom import build_whole, logits_of, ties_of
 from picotron_ray.models.families.registry import freeze_mistakes
 from picotron_ray.train.custom_model.compile_check import check_compiles
 from picotron_ray.train.custom_model.loss_check import check_loss

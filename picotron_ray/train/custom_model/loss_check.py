@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from picotron_ray.config.import_path import import_object, one_line
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.models.custom import import_object, logits_of, one_line
+from picotron_ray.models.custom import logits_of
 from picotron_ray.train.custom_model.plan_search import Trial
 
 KEY = "model.loss"

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from picotron_ray.comm.all_reduce import ThreadGroup
+from picotron_ray.config.import_path import one_line
 from picotron_ray.config.schema.custom_model import PlanConfig
 from picotron_ray.errors import ConfigError
-from picotron_ray.models.custom import STYLES, keep_only, logits_of, one_line, ties_of
+from picotron_ray.models.custom import STYLES, keep_only, logits_of, ties_of
 from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.parallel.tensor.tensor_parallel import apply_tensor_parallel, linear_dims, matches
 

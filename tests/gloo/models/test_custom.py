@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from picotron_ray.config.import_path import import_object, one_line
 from picotron_ray.config.schema.custom_model import BuiltModel
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.errors import ConfigError
@@ -18,11 +19,9 @@ from picotron_ray.layout.shards import whole as whole_box
 from picotron_ray.models.custom import (
     CustomDefinition,
     build_whole,
-    import_object,
     keep_only,
     logits_of,
     on_meta,
-    one_line,
     set_parameter,
     ties_of,
 )

@@ -1,0 +1,76 @@
+"""Passes of a step that learns from tasks: the backward pass of each micro-batch gives meta-gradients.
+
+A backward pass leaves them where any other leaves gradients, so that their sums over replicas, the norm, the
+update and all that follows are as in ordinary training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from picotron_ray.data.batch import StepBatch
+from picotron_ray.train.meta.strategies import Examples, Learner
+from picotron_ray.train.meta.task_batches import TaskBatcher
+
+OnPhase = Callable[[str], None]
+
+
+class MetaPasses:
+    """Meta-gradients of one micro-batch of tasks after the other.
+
+    Args:
+        rates: inner rates that are learned, by the weight's name; empty: there are none.
+    """
+
+    def __init__(self, learner: Learner, batcher: TaskBatcher, rates: Mapping[str, nn.Parameter]) -> None:
+        self.learner, self._batcher, self._rates = learner, batcher, rates
+        self.applied: tuple[str, ...] = (f"{learner.strategy}: tasks of {learner.steps} inner steps",)
+
+    def run(self, batch: StepBatch, scale: float, on_phase: OnPhase) -> Tensor:
+        """Add the meta-gradients of all tasks, times ``scale`` and the values of a query set.
+
+        Returns:
+            Sum of the losses after adaptation over all values of query sets.
+        """
+        losses, values = [], self._batcher.shape.values
+        for number, (support, query, weights) in enumerate(self._batcher.micro_batches(batch)):
+            if number:
+                on_phase("forward")
+            aims, after = self._of_tasks(self.learner.objective, support, query)
+            on_phase("backward")
+            ((aims * weights).sum() * (values * scale)).backward()
+            losses.append((after.detach() * weights).sum() * values)
+        return torch.stack(losses).sum()
+
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
+        """Yield sums of losses after adaptation, one per micro-batch."""
+        yield from self._losses(batch, lambda *args: self.learner.objective(*args)[1])
+
+    def losses_before(self, batch: StepBatch) -> Iterator[Tensor]:
+        """Yield sums of losses of the query sets before adaptation."""
+        yield from self._losses(batch, lambda weights, rates, support, query: self.learner.loss(weights, query))
+
+    def _losses(self, batch: StepBatch, loss: Callable[..., Tensor]) -> Iterator[Tensor]:
+        for support, query, weights in self._batcher.micro_batches(batch):
+            found = self._of_tasks(loss, support, query)
+            yield (found * weights).sum() * self._batcher.shape.values
+
+    def _of_tasks(self, function: Callable[..., Tensor], support: Examples, query: Examples) -> Tensor:
+        """Compute a function of weights, rates and a task for all tasks, with attention by its formulas."""
+        weights = dict(self.learner.model.named_parameters())
+        with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+            each = vmap(function, in_dims=(None, None, 0, 0))
+            found: Tensor = each(weights, dict(self._rates), support, query)
+        return found
+
+    def watch(self, on_action: Callable[[str, int], None]) -> None:
+        """Do nothing: there are no stages."""
+
+    def close(self) -> None:
+        """Drop the model."""
+        del self.learner

@@ -14,7 +14,7 @@ BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a docume
 
 
 def _source(job: JobConfig) -> Iterator[Problem]:
-    for at, source in job.data.named_sources.items():
+    for at, source in job.data.named_sources.items() if not job.meta.on else ():
         yield from _source_of(job, at, source)
 
 

@@ -7,6 +7,7 @@ update and all that follows are as in ordinary training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,31 @@ from picotron_ray.train.meta.task_batches import TaskBatcher
 OnPhase = Callable[[str], None]
 
 
+Losses = Callable[[StepBatch], Iterator[Tensor]]
+
+
+class Forward(Protocol):
+    """Passes that give losses alone."""
+
+    def losses(self, batch: StepBatch) -> Iterator[Tensor]:
+        """Yield loss sums."""
+        ...
+
+
+def losses_of(passes: Forward, adapted: bool) -> Losses:
+    """Return what gives held-out losses: of tasks after adaptation, or before it."""
+    return passes.losses if adapted or not isinstance(passes, MetaPasses) else passes.losses_before
+
+
 class MetaPasses:
     """Meta-gradients of one micro-batch of tasks after the other.
 
     Args:
-        rates: inner rates that are learned, by the weight's name; empty: there are none.
+        shifts: learned parts of inner rates, by the weight's name; empty: there are none.
     """
 
-    def __init__(self, learner: Learner, batcher: TaskBatcher, rates: Mapping[str, nn.Parameter]) -> None:
-        self.learner, self._batcher, self._rates = learner, batcher, rates
+    def __init__(self, learner: Learner, batcher: TaskBatcher, shifts: Mapping[str, nn.Parameter]) -> None:
+        self.learner, self._batcher, self._shifts = learner, batcher, shifts
         self.applied: tuple[str, ...] = (f"{learner.strategy}: tasks of {learner.steps} inner steps",)
 
     def run(self, batch: StepBatch, scale: float, on_phase: OnPhase) -> Tensor:
@@ -53,20 +70,20 @@ class MetaPasses:
 
     def losses_before(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield sums of losses of the query sets before adaptation."""
-        yield from self._losses(batch, lambda weights, rates, support, query: self.learner.loss(weights, query))
+        yield from self._losses(batch, lambda weights, shifts, support, query: self.learner.loss(weights, query))
 
     def _losses(self, batch: StepBatch, loss: Callable[..., Tensor]) -> Iterator[Tensor]:
         for support, query, weights in self._batcher.micro_batches(batch):
             found = self._of_tasks(loss, support, query)
             yield (found * weights).sum() * self._batcher.shape.values
 
-    def _of_tasks(self, function: Callable[..., Tensor], support: Examples, query: Examples) -> Tensor:
-        """Compute a function of weights, rates and a task for all tasks, with attention by its formulas."""
-        weights = dict(self.learner.model.named_parameters())
+    def _of_tasks(self, function: Callable[..., Tensor], support: Examples, query: Examples) -> Any:
+        """Compute a function of weights, shifts and a task for all tasks, with attention by its formulas."""
+        named = self.learner.model.named_parameters()
+        weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
             each = vmap(function, in_dims=(None, None, 0, 0))
-            found: Tensor = each(weights, dict(self._rates), support, query)
-        return found
+            return each(weights, dict(self._shifts), support, query)
 
     def watch(self, on_action: Callable[[str, int], None]) -> None:
         """Do nothing: there are no stages."""

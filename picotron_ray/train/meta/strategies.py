@@ -58,7 +58,7 @@ class Learner:
 
     Fields:
         model: called with the inputs of examples.
-        rate: α where it is one number.
+        rate: α, or where learned rates begin.
         steps: K.
     """
 
@@ -72,11 +72,11 @@ class Learner:
         outputs = functional_call(self.model, dict(weights), (examples.inputs,))
         return mean_loss(outputs, examples.targets)
 
-    def adapted(self, weights: Weights, rates: Weights, support: Examples) -> Weights:
+    def adapted(self, weights: Weights, shifts: Weights, support: Examples) -> Weights:
         """Return the weights after the inner steps.
 
         Args:
-            rates: of each weight; empty: all have `rate`.
+            shifts: what the rate of each weight is above `rate`; empty: nothing.
         """
         step: Callable[..., dict[str, Tensor]] = grad(self.loss)
         first_order = self.strategy in ("fomaml", "reptile")
@@ -84,17 +84,17 @@ class Learner:
             slopes = step(dict(weights), support)
             if first_order:
                 slopes = {name: slope.detach() for name, slope in slopes.items()}
-            weights = {name: w - rates.get(name, self.rate) * slopes[name] for name, w in weights.items()}
+            weights = {name: w - (self.rate + shifts.get(name, 0.0)) * slopes[name] for name, w in weights.items()}
         return weights
 
     def objective(
-        self, weights: Weights, rates: Weights, support: Examples, query: Examples
+        self, weights: Weights, shifts: Weights, support: Examples, query: Examples
     ) -> tuple[Tensor, Tensor]:
         """Return what a task adds to a step: its gradient is the meta-gradient, and the task's loss Q(φ_K).
 
         They are one number but for reptile, whose gradient is that of no loss.
         """
-        adapted = self.adapted(weights, rates, support)
+        adapted = self.adapted(weights, shifts, support)
         loss = self.loss(adapted, query)
         if self.strategy != "reptile":
             return loss, loss

@@ -46,6 +46,7 @@ _FIELDS = (
     *(
         ("eval_step", "q"),
         ("eval_loss", "d"),
+        ("eval_loss_before", "d"),  # of tasks, before their inner steps
         ("baseline_loss", "d"),
         ("snapshot_s", "d"),
         ("wait_s", "d"),
@@ -103,6 +104,7 @@ class PageView:
     step_time_s: float
     eval_step: int
     eval_loss: float
+    eval_loss_before: float
     baseline_loss: float
     snapshot_s: float
     wait_s: float

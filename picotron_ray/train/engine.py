@@ -254,7 +254,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Sequence[StepBatch], averaged: bool = False, *, adapted: bool = True
+        self, batches: Sequence[StepBatch], averaged: bool = False, adapted: bool = True
     ) -> tuple[float, int]:
         """Return this rank's sum of token losses and number of tokens; (0.0, 0) where it owns no loss.
 

@@ -317,12 +317,17 @@ class Loop:
         averaged = self.job.evaluate.weights == "ema"
         if averaged:
             self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
-        loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged)
-        agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
-        total = sum(batch.loss_tokens for batch in self.eval_batches)
-        loss = agreement.loss_sum / total
+        loss = self._held_out(averaged)
+        if self.job.meta.on:
+            self.page.put(eval_loss_before=self._held_out(averaged, adapted=False))
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
+
+    def _held_out(self, averaged: bool, adapted: bool = True) -> float:
+        """Return the mean held-out loss; of tasks after their inner steps, or before."""
+        loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged, adapted)
+        agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
+        return agreement.loss_sum / sum(batch.loss_tokens for batch in self.eval_batches)
 
     def _flags_of_all(self) -> int:
         """Exchange flags between steps; those that are raised once stay raised for the next step's.

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from picotron_ray.config.import_path import import_object
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import EVALUATION_SEED, token_digest
 from picotron_ray.data.dataset import DataSplits, build_dataset
-from picotron_ray.data.tasks.families import own_family
-from picotron_ray.data.tasks.task_samples import KEY, TaskPlan, Tasks, TaskSamples, TaskShape
+from picotron_ray.data.tasks.families import Family, own_family
+from picotron_ray.data.tasks.task_samples import KEY, Part, TaskPlan, Tasks, TaskSamples
 from picotron_ray.errors import ConfigError, DataError
 
 TRAINED, HELD_OUT = 0, 1
@@ -35,10 +34,8 @@ def open_data(job: JobConfig, cache_dir: Path, steps: int = 0) -> DataSplits:
     """
     if not job.meta.on:
         return build_dataset(job.data, job.model.vocab_size, job.seed, cache_dir, steps)
-    train, held_out = _stream(job, (job.seed, TRAINED)), _stream(job, (EVALUATION_SEED, HELD_OUT))
-    shape = train.shape(job.meta.support, job.meta.query)
-    splits = TaskSamples(train, shape), TaskSamples(held_out, shape)
-    probes = [token_digest(split.rows(np.arange(PROBED))).hex() for split in splits]
+    splits = open_tasks(job), open_tasks(job, held_out=True)
+    probes = [token_digest(split.rows(split.first(PROBED))).hex() for split in splits]
     words = [VERSION, job.meta.tasks, job.meta.support, job.meta.query, job.seed, probes]
     return DataSplits(
         *splits,
@@ -49,12 +46,27 @@ def open_data(job: JobConfig, cache_dir: Path, steps: int = 0) -> DataSplits:
     )
 
 
-def task_shape(job: JobConfig) -> TaskShape:
-    """Look at the first task of a job. Raises DataError where it cannot be made, in one line."""
-    return _stream(job, (job.seed, TRAINED)).shape(job.meta.support, job.meta.query)
+def open_tasks(job: JobConfig, *, held_out: bool = False) -> TaskSamples:
+    """Open a stream of a job's tasks.
+
+    Raises:
+        DataError: tasks cannot be made, or are not for its model, in one line.
+    """
+    seed = (EVALUATION_SEED, HELD_OUT) if held_out else (job.seed, TRAINED)
+    tasks = Tasks(_family(job), job.meta.tasks, seed, job.model.vocab_size)
+    shape = tasks.shape(job.meta.support, job.meta.query)
+    length = job.data.sequence_length
+    for name, part in (("inputs", shape.inputs), ("targets", shape.targets)):
+        if job.model.builder is None and part != Part((length,), tokens=True):
+            saw = f"saw {name} of {list(part.shape)} {'token ids' if part.tokens else 'floats'} an example"
+            raise DataError(
+                f"{KEY}: {job.meta.tasks}: {saw}, but the model takes data.sequence_length={length} token ids;"
+                " make those, or say model.builder"
+            )
+    return TaskSamples(tasks, shape)
 
 
-def _stream(job: JobConfig, seed: tuple[int, int]) -> Tasks:
+def _family(job: JobConfig) -> Family:
     named, vocabulary = job.meta.tasks, job.model.vocab_size
     family = own_family(named, vocabulary, job.data.sequence_length)
     if family is None:
@@ -63,6 +75,6 @@ def _stream(job: JobConfig, seed: tuple[int, int]) -> Tasks:
         except ConfigError as error:
             raise DataError(*error.problems) from error
         if not callable(family):
-            raise DataError(f"{KEY}: {named} is a {type(family).__name__}, expected a function of"
-                            " (generator, examples)")
-    return Tasks(family, named, seed, vocabulary)
+            kind = type(family).__name__
+            raise DataError(f"{KEY}: {named} is a {kind}, expected a function of (generator, examples)")
+    return family

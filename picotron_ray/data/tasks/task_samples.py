@@ -147,6 +147,11 @@ class TaskSamples:
         """Targets of a task that are judged."""
         return float(self.shape.values)
 
+    @staticmethod
+    def first(count: int) -> Index:
+        """Number the first ``count`` tasks."""
+        return np.arange(count, dtype=np.int64)
+
     def rows(self, samples: Index) -> npt.NDArray[np.int64]:
         """Words of the given tasks, int64 ``[len(samples), words]``.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.meta import meta_layout_problem
-from picotron_ray.data.tasks.open_tasks import task_shape
+from picotron_ray.data.tasks.open_tasks import open_tasks
 from picotron_ray.errors import LayoutError
 from picotron_ray.models.definition import ModelDefinition
 from picotron_ray.parallel.local_shards import LocalParameter
@@ -43,6 +43,6 @@ def meta_passes(
     by_name = {one.spec.name.removeprefix(f"{SHIFT}/"): one.parameter for one in shifts}
     (model,) = models.values()
     learner = Learner(model, job.meta.strategy, job.meta.inner_rate, job.meta.inner_steps)
-    batcher = TaskBatcher(task_shape(job), device, master_dtype(job))
+    batcher = TaskBatcher(open_tasks(job).shape, device, master_dtype(job))
     gradients = Gradients([*parameters, *shifts], definition, mesh, reduction_plan(job.comm, mesh))
     return MetaPasses(learner, batcher, by_name), gradients

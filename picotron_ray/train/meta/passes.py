@@ -58,7 +58,7 @@ class MetaPasses:
         for number, (support, query, weights) in enumerate(self._batcher.micro_batches(batch)):
             if number:
                 on_phase("forward")
-            aims, after = self._of_tasks(self.learner.objective, support, query)
+            aims, after = of_tasks(self.learner, self.learner.objective, self._shifts, support, query)
             on_phase("backward")
             ((aims * weights).sum() * (values * scale)).backward()
             losses.append((after.detach() * weights).sum() * values)
@@ -74,16 +74,8 @@ class MetaPasses:
 
     def _losses(self, batch: StepBatch, loss: Callable[..., Tensor]) -> Iterator[Tensor]:
         for support, query, weights in self._batcher.micro_batches(batch):
-            found = self._of_tasks(loss, support, query)
+            found = of_tasks(self.learner, loss, self._shifts, support, query)
             yield (found * weights).sum() * self._batcher.shape.values
-
-    def _of_tasks(self, function: Callable[..., Tensor], support: Examples, query: Examples) -> Any:
-        """Compute a function of weights, shifts and a task for all tasks, with attention by its formulas."""
-        named = self.learner.model.named_parameters()
-        weights = {name: parameter for name, parameter in named if parameter.requires_grad}
-        with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-            each = vmap(function, in_dims=(None, None, 0, 0))
-            return each(weights, dict(self._shifts), support, query)
 
     def watch(self, on_action: Callable[[str, int], None]) -> None:
         """Do nothing: there are no stages."""
@@ -91,3 +83,22 @@ class MetaPasses:
     def close(self) -> None:
         """Drop the model."""
         del self.learner
+
+
+def of_tasks(
+    learner: Learner,
+    function: Callable[..., Any],
+    shifts: Mapping[str, Tensor],
+    support: Examples,
+    query: Examples,
+) -> Any:
+    """Compute a function of trained weights, shifts and a task for all tasks, with attention by its formulas.
+
+    Args:
+        shifts: learned parts of inner rates, by the weight's name.
+        support, query: ``[tasks, examples, ...]``.
+    """
+    named = learner.model.named_parameters()
+    weights = {name: parameter for name, parameter in named if parameter.requires_grad}
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        return vmap(function, in_dims=(None, None, 0, 0))(weights, dict(shifts), support, query)

@@ -22,7 +22,6 @@ class MetaConfig(Section):
     Example::
 
         model:
-          vocab_size: 1
           builder: picotron_ray.models.regressor:build
         meta:
           strategy: maml

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.config.schema.meta import SEQUENCES, SINUSOIDS, MetaConfig
+from picotron_ray.config.schema.meta import SINUSOIDS, MetaConfig
 from picotron_ray.layout.layout import Layout
 
 AT = "meta.strategy"
@@ -58,9 +58,6 @@ def _tasks(job: JobConfig) -> Iterator[Problem]:
     if meta.tasks == SINUSOIDS and model.builder is None:
         text = "saw sinusoids, which are numbers, with a model of token ids; use sequences, or say"
         yield Problem("meta.tasks", f"{text} model.builder=picotron_ray.models.regressor:build", (AT,))
-    if meta.tasks == SEQUENCES and model.vocab_size < 2:
-        text = f"saw {model.vocab_size}, expected at least 2 token ids for meta.tasks=sequences"
-        yield Problem("model.vocab_size", text, ("meta.tasks",))
 
 
 def _not_shown(job: JobConfig) -> Iterator[Problem]:

@@ -55,6 +55,7 @@ def inspect_learner(job: JobConfig, module: nn.Module) -> tuple[BuiltModel, list
         pipeline=(),
         tensor={},
         cuts={},
+        tensor_degrees=(),
         hidden_size=width,
         activations=-(-kept // len(one.inputs)),
         no_tensor=UNCUT,

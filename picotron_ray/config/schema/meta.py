@@ -44,6 +44,7 @@ class MetaConfig(Section):
     tasks: str = Field(
         default=SINUSOIDS,
         pattern=TASKS,
+        json_schema_extra={"expected": f"{SINUSOIDS}, {SEQUENCES}, or an import path package.module:name"},
         description="sinusoids: regression of waves (a model of your own, of numbers); sequences: rules by"
         " which tokens follow each other, of data.sequence_length + 1 tokens; or an import path"
         " package.module:name of a function (generator, examples) -> (inputs, targets), numpy arrays with an"

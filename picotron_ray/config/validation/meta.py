@@ -86,6 +86,7 @@ def _not_shown(job: JobConfig) -> Iterator[Problem]:
         ("optimizer.name", optimizer.name, learned and optimizer.name == "muon", "adamw or sgd"),
         ("optimizer.moments", optimizer.moments, learned and optimizer.moments != "full", "full"),
         ("optimizer.offload", "true", learned and optimizer.offload, "false"),
+        ("init_from.optimizer_state", "true", learned and job.init_from.optimizer_state, "false"),
     )
     for key, value, refused, expected in wrong:
         if refused:

@@ -21,6 +21,7 @@ from picotron_ray.train.meta.task_batches import TaskBatcher
 OnPhase = Callable[[str], None]
 
 
+CHAINED = (nn.Linear, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Identity)
 Losses = Callable[[StepBatch], Iterator[Tensor]]
 
 
@@ -66,15 +67,15 @@ class MetaPasses:
 
     def losses(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield sums of losses after adaptation, one per micro-batch."""
-        yield from self._losses(batch, lambda *args: self.learner.objective(*args)[1])
+        yield from self._losses(batch, lambda *args: self.learner.objective(*args)[1:])
 
     def losses_before(self, batch: StepBatch) -> Iterator[Tensor]:
         """Yield sums of losses of the query sets before adaptation."""
-        yield from self._losses(batch, lambda weights, shifts, support, query: self.learner.loss(weights, query))
+        yield from self._losses(batch, lambda weights, _, __, query: (self.learner.loss(weights, query),))
 
-    def _losses(self, batch: StepBatch, loss: Callable[..., Tensor]) -> Iterator[Tensor]:
+    def _losses(self, batch: StepBatch, loss: Callable[..., tuple[Tensor]]) -> Iterator[Tensor]:
         for support, query, weights in self._batcher.micro_batches(batch):
-            found = of_tasks(self.learner, loss, self._shifts, support, query)
+            (found,) = of_tasks(self.learner, loss, self._shifts, support, query)
             yield (found * weights).sum() * self._batcher.shape.values
 
     def watch(self, on_action: Callable[[str, int], None]) -> None:
@@ -91,14 +92,38 @@ def of_tasks(
     shifts: Mapping[str, Tensor],
     support: Examples,
     query: Examples,
-) -> Any:
+) -> tuple[Tensor, ...]:
     """Compute a function of trained weights, shifts and a task for all tasks, with attention by its formulas.
 
     Args:
+        function: gives scalars; see `Learner.objective`.
         shifts: learned parts of inner rates, by the weight's name.
         support, query: ``[tasks, examples, ...]``.
+
+    Returns:
+        Each scalar for all tasks, ``[tasks]``.
     """
     named = learner.model.named_parameters()
     weights = {name: parameter for name, parameter in named if parameter.requires_grad}
+    given = dict(shifts)
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-        return vmap(function, in_dims=(None, None, 0, 0))(weights, dict(shifts), support, query)
+        if is_chain(learner.model):
+            found: tuple[Tensor, ...] = vmap(function, in_dims=(None, None, 0, 0))(weights, given, support, query)
+            return found
+        each = [function(weights, given, *task) for task in zip(_tasks(support), _tasks(query), strict=True)]
+    return tuple(torch.stack(values) for values in zip(*each, strict=True))
+
+
+def _tasks(examples: Examples) -> Iterator[Examples]:
+    """Yield the examples of each task."""
+    for inputs, targets in zip(examples.inputs, examples.targets, strict=True):
+        yield Examples(inputs, targets)
+
+
+def is_chain(model: nn.Module) -> bool:
+    """Whether a model is a chain of linear layers and functions of single values.
+
+    Of these ``vmap`` gives the right second derivatives. Of layers that keep statistics for their backward pass
+    it does not: torch's rule for a layer norm's takes mean and variance as constants.
+    """
+    return type(model) is nn.Sequential and all(type(part) in CHAINED for part in model)

@@ -14,7 +14,7 @@ metasgd    as maml for θ and for α, which has a value for every weight (Li et 
 =========  ===========================================================================================
 
 Losses are means over the examples' values: squared errors, or nats per token. Everything is functions of
-`torch.func`; tasks of a micro-batch are computed at once by ``vmap``.
+`torch.func`. Tasks of a micro-batch are computed at once by ``vmap`` where that is right (`passes.is_chain`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ WAVES: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {
     "model": {
-        "vocab_size": 24, "hidden_size": 8, "intermediate_size": 16, "layers": 2, "heads": 2, "kv_heads": 1,
+        "vocab_size": 24, "hidden_size": 8, "intermediate_size": 16, "layers": 1, "heads": 2, "kv_heads": 1,
     },
     "meta": {"tasks": "sequences", "support": 3, "query": 2, "inner_steps": 2, "inner_rate": 0.1},
 }  # fmt: skip

@@ -57,7 +57,9 @@ class MetaConfig(Section):
         default=5, ge=1, description="steps of gradient descent by which a model adapts to a task"
     )
     support: int = Field(default=5, ge=1, description="examples of a task that a model adapts to")
-    query: int = Field(default=10, ge=1, description="examples of a task by which the adapted model is judged")
+    query: int = Field(
+        default=10, ge=1, description="examples of a task by which the adapted model is judged"
+    )
 
     @property
     def on(self) -> bool:

@@ -138,7 +138,12 @@ def norm_kernel(job: JobConfig, device: str) -> Norm:
     asked, model = job.kernels.norm, job.model
     if asked != "auto":
         return asked
-    able = model.builder is None and not job.meta.on and family_of(model).norms == "RMSNorm" and job.kernels.compile is not True
+    able = (
+        model.builder is None
+        and not job.meta.on
+        and family_of(model).norms == "RMSNorm"
+        and job.kernels.compile is not True
+    )
     return "closed-form" if able and device == "cpu" else "eager"
 
 

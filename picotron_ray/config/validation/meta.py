@@ -16,7 +16,7 @@ OF_DATA = ("sequence_length", "global_batch", "prefetch_steps")
 
 
 def meta_layout_problem(job: JobConfig, layout: Layout) -> tuple[str, str] | None:
-    """Return the key of a layout that a job which learns from tasks cannot have, and why; None: there is none.
+    """Return the key of a layout that a job with tasks cannot have, and why; None: it can have it.
 
     A task adapts a whole model on one rank: data parallelism spreads tasks, nothing cuts one.
     """

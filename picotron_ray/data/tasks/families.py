@@ -29,9 +29,7 @@ def sinusoids(generator: np.random.Generator, examples: int) -> Arrays:
     return x, amplitude * np.sin(x - phase)
 
 
-def sequences(
-    generator: np.random.Generator, examples: int, *, vocabulary: int, length: int
-) -> Arrays:
+def sequences(generator: np.random.Generator, examples: int, *, vocabulary: int, length: int) -> Arrays:
     """Make sequences of one rule from random beginnings: int64 ``[examples, length]`` each.
 
     A task's rule is one of three kinds, with constants of its own, all modulo the vocabulary: ``t + a``;

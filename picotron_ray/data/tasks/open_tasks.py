@@ -12,7 +12,7 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.batch import EVALUATION_SEED, token_digest
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.data.tasks.families import Family, own_family
-from picotron_ray.data.tasks.task_samples import KEY, Part, TaskPlan, Tasks, TaskSamples
+from picotron_ray.data.tasks.task_samples import KEY, TaskPart, TaskPlan, Tasks, TaskSamples
 from picotron_ray.errors import ConfigError, DataError
 
 TRAINED, HELD_OUT = 0, 1
@@ -57,11 +57,11 @@ def open_tasks(job: JobConfig, *, held_out: bool = False) -> TaskSamples:
     shape = tasks.shape(job.meta.support, job.meta.query)
     length = job.data.sequence_length
     for name, part in (("inputs", shape.inputs), ("targets", shape.targets)):
-        if job.model.builder is None and part != Part((length,), tokens=True):
+        if job.model.builder is None and part != TaskPart((length,), tokens=True):
             saw = f"saw {name} of {list(part.shape)} {'token ids' if part.tokens else 'floats'} an example"
             raise DataError(
-                f"{KEY}: {job.meta.tasks}: {saw}, but the model takes data.sequence_length={length} token ids;"
-                " make those, or say model.builder"
+                f"{KEY}: {job.meta.tasks}: {saw}, but the model takes data.sequence_length={length} token"
+                " ids; make those, or say model.builder"
             )
     return TaskSamples(tasks, shape)
 

@@ -26,7 +26,7 @@ MOST_TASKS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TaskPart:
     """Inputs or targets of one example.
 
     Fields:
@@ -43,7 +43,7 @@ class Part:
         return math.prod(self.shape)
 
     @classmethod
-    def of(cls, values: npt.NDArray[Any]) -> Part:
+    def of(cls, values: npt.NDArray[Any]) -> TaskPart:
         """Describe the rows of an array."""
         return cls(values.shape[1:], bool(np.issubdtype(values.dtype, np.integer)))
 
@@ -65,8 +65,8 @@ class TaskShape:
         query: examples by which the adapted model is judged.
     """
 
-    inputs: Part
-    targets: Part
+    inputs: TaskPart
+    targets: TaskPart
     support: int
     query: int
 
@@ -111,7 +111,12 @@ class Tasks:
         except Exception as error:
             raise DataError(f"{where}: it raises {one_line(error)}; {EXPECTED}") from error
         for name, values in (("inputs", inputs), ("targets", targets)):
-            if values.ndim < 1 or len(values) != examples or values.dtype.kind not in "iuf" or not values.size:
+            if (
+                values.ndim < 1
+                or len(values) != examples
+                or values.dtype.kind not in "iuf"
+                or not values.size
+            ):
                 saw = f"saw {name} {list(values.shape)} of {values.dtype}"
                 raise DataError(f"{where}: {saw}, expected {examples} rows of numbers")
             whole = values.dtype.kind != "f"
@@ -126,7 +131,7 @@ class Tasks:
     def shape(self, support: int, query: int) -> TaskShape:
         """Look at one task. Raises DataError as `arrays` does."""
         inputs, targets = self.arrays(0, support + query)
-        return TaskShape(Part.of(inputs), Part.of(targets), support, query)
+        return TaskShape(TaskPart.of(inputs), TaskPart.of(targets), support, query)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ class TaskSamples:
         out = np.empty((len(samples), self.shape.words), np.int64)
         for row, number in enumerate(samples.tolist()):
             inputs, targets = self.tasks.arrays(number, self.shape.examples)
-            found = Part.of(inputs), Part.of(targets)
+            found = TaskPart.of(inputs), TaskPart.of(targets)
             if found != (self.shape.inputs, self.shape.targets):
                 saw = f"saw inputs {list(inputs.shape)} and targets {list(targets.shape)}"
                 raise DataError(

@@ -16,8 +16,8 @@ from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.fenced_end import GARBAGE
 from picotron_ray.coordinator.messages import GenerationSpec
-from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.data.ledger import check
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.errors import ConfigError, CorruptError, DataError, naming
 from picotron_ray.runtime.driver.elsewhere import refuse_living
 from picotron_ray.runtime.driver.follow_run import find_coordinator

@@ -13,9 +13,9 @@ from typing import Any
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.dataset import DataSplits
-from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.data.ledger import check
 from picotron_ray.data.plan.sample_plan import UniformPlan
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.errors import AlreadyExistsError, DataError, NotFoundError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 

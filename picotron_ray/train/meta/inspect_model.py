@@ -103,9 +103,8 @@ def _check_step(job: JobConfig, trial: nn.Module, support: Examples, query: Exam
     slopes = [p.grad for p in trial.parameters() if p.grad is not None]
     if not after.isfinite().all() or not all(slope.isfinite().all() for slope in slopes):
         raise ConfigError(
-            f"meta.inner_rate: saw {meta.inner_rate:g}, by which {meta.inner_steps} inner steps of a task give"
-            " a loss or gradient that is not finite; use a smaller one"
+            f"meta.inner_rate: saw {meta.inner_rate:g}, by which {meta.inner_steps} inner steps of a task"
+            " give a loss or gradient that is not finite; use a smaller one"
         )
     if not any(slope.any() for slope in slopes):
         raise ConfigError(f"{KEY}: the loss of a task has no gradient, so that nothing would be trained")
-

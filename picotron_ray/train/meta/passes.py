@@ -108,7 +108,9 @@ def of_tasks(
     given = dict(shifts)
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         if is_chain(learner.model):
-            found: tuple[Tensor, ...] = vmap(function, in_dims=(None, None, 0, 0))(weights, given, support, query)
+            found: tuple[Tensor, ...] = vmap(function, in_dims=(None, None, 0, 0))(
+                weights, given, support, query
+            )
             return found
         each = [function(weights, given, *task) for task in zip(_tasks(support), _tasks(query), strict=True)]
     return tuple(torch.stack(values) for values in zip(*each, strict=True))
@@ -123,7 +125,7 @@ def _tasks(examples: Examples) -> Iterator[Examples]:
 def is_chain(model: nn.Module) -> bool:
     """Whether a model is a chain of linear layers and functions of single values.
 
-    Of these ``vmap`` gives the right second derivatives. Of layers that keep statistics for their backward pass
-    it does not: torch's rule for a layer norm's takes mean and variance as constants.
+    Of these ``vmap`` gives the right second derivatives. Of layers that keep statistics for their backward
+    pass it does not: torch's rule for a layer norm's takes mean and variance as constants.
     """
     return type(model) is nn.Sequential and all(type(part) in CHAINED for part in model)

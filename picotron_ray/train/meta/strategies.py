@@ -1,4 +1,4 @@
-"""Meta-learning strategies: what a task adds to the loss of a step, so that its gradient is the meta-gradient.
+"""Meta-learning strategies: what a task adds to a step's loss, so that its gradient is the meta-gradient.
 
 A model with weights θ adapts to a task by K inner steps on its support loss S::
 
@@ -84,7 +84,9 @@ class Learner:
             slopes = step(dict(weights), support)
             if first_order:
                 slopes = {name: slope.detach() for name, slope in slopes.items()}
-            weights = {name: w - (self.rate + shifts.get(name, 0.0)) * slopes[name] for name, w in weights.items()}
+            weights = {
+                name: w - (self.rate + shifts.get(name, 0.0)) * slopes[name] for name, w in weights.items()
+            }
         return weights
 
     def objective(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from picotron_ray.data.batch import StepBatch
-from picotron_ray.data.tasks.task_samples import Part, TaskShape
+from picotron_ray.data.tasks.task_samples import TaskPart, TaskShape
 from picotron_ray.train.meta.strategies import Examples
 
 
@@ -23,7 +23,7 @@ class TaskBatcher:
         self.shape, self._device, self._dtype = shape, device, dtype
 
     def micro_batches(self, batch: StepBatch) -> Iterator[tuple[Examples, Examples, Tensor]]:
-        """Yield support and query examples ``[tasks, examples, ...]``, and the weights of tasks ``[tasks]``."""
+        """Yield support and query examples ``[tasks, examples, ...]``, and weights of tasks ``[tasks]``."""
         for rows, weights in zip(batch.tokens, batch.weights, strict=True):
             support, query = self.examples(torch.from_numpy(rows).to(self._device))
             yield support, query, torch.from_numpy(weights).to(self._device, self._dtype)
@@ -37,7 +37,7 @@ class TaskBatcher:
         (first, then), (wanted, judged) = (part.split([shape.support, shape.query], dim=1) for part in made)
         return Examples(first, wanted), Examples(then, judged)
 
-    def _values(self, words: Tensor, part: Part) -> Tensor:
+    def _values(self, words: Tensor, part: TaskPart) -> Tensor:
         """Return the values of words, ``[tasks, examples, ...]``; a float's bits become the float."""
         shaped = words.reshape(*words.shape[:2], *part.shape)
         if part.tokens:

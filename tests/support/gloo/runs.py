@@ -78,7 +78,9 @@ class Run:
         self.layouts[identity] = layout
         self.specs.append(self.last)
         told = str(self.folder / f"abort-{identity.n}")
-        self.pool.start(workers, self.generation, self.job, self.last, str(self.folder), kill, told, self.kind)
+        self.pool.start(
+            workers, self.generation, self.job, self.last, str(self.folder), kill, told, self.kind
+        )
         return workers
 
     def finish(self, layout: Layout) -> None:

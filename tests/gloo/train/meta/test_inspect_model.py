@@ -78,7 +78,9 @@ def classes(generator: np.random.Generator, examples: int) -> Any:
     return points, (points[:, 0] > generator.normal()).astype(np.int64)
 
 
-def job_of(builder: str = "picotron_ray.models.regressor:build", tasks: str = "sinusoids", **more: Any) -> JobConfig:
+def job_of(
+    builder: str = "picotron_ray.models.regressor:build", tasks: str = "sinusoids", **more: Any
+) -> JobConfig:
     arguments = more.pop("arguments", {})
     model = {"vocab_size": 2, "builder": builder, "arguments": arguments}
     return parse_job({"model": model, "meta": {"strategy": "maml", "tasks": tasks, **more}})
@@ -87,13 +89,22 @@ def job_of(builder: str = "picotron_ray.models.regressor:build", tasks: str = "s
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        (job_of(arguments={"outputs": 2}), "forward of inputs [5, 1] of sinusoids gives [5, 2], expected [5, 1], as"),
+        (
+            job_of(arguments={"outputs": 2}),
+            "forward of inputs [5, 1] of sinusoids gives [5, 2], expected [5, 1], as",
+        ),
         (job_of(arguments={"inputs": 3}), "forward of inputs [5, 1] of sinusoids raises RuntimeError"),
         (job_of(tasks=f"{__name__}:classes"), "gives [5, 1], expected [5, 2], logits of model.vocab_size"),
         (job_of(f"{__name__}:counting"), "a step of maml raises RuntimeError: During a grad"),
         (job_of(f"{__name__}:detached"), "the loss of a task has no gradient"),
-        (job_of(f"{__name__}:kernel"), "a step of maml raises RuntimeError: In order to use an autograd.Function"),
-        (job_of(inner_rate=1e30), "meta.inner_rate: saw 1e+30, by which 5 inner steps of a task give a loss or"),
+        (
+            job_of(f"{__name__}:kernel"),
+            "a step of maml raises RuntimeError: In order to use an autograd.Function",
+        ),
+        (
+            job_of(inner_rate=1e30),
+            "meta.inner_rate: saw 1e+30, by which 5 inner steps of a task give a loss or",
+        ),
     ],
 )
 def test_one_line(job: JobConfig, said: str) -> None:

@@ -41,7 +41,13 @@ CASES += [(family, "maml") for family in ("gpt2", "olmo2", "gemma2", "gemma3", "
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_of_a_plain_double_backward(family: str, strategy: str) -> None:
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "layers": 2, "heads": 2}
-    meta = {"tasks": "sequences", "support": SUPPORT, "query": QUERY, "inner_steps": STEPS, "inner_rate": RATE}
+    meta = {
+        "tasks": "sequences",
+        "support": SUPPORT,
+        "query": QUERY,
+        "inner_steps": STEPS,
+        "inner_rate": RATE,
+    }
     job = parse_job(
         {
             "precision": "fp64",
@@ -74,7 +80,9 @@ def test_of_a_plain_double_backward(family: str, strategy: str) -> None:
         now = dict(weights)
         second = strategy in ("maml", "metasgd")
         for _ in range(STEPS):
-            slopes = torch.autograd.grad(loss_of(now, parts[:SUPPORT]), list(now.values()), create_graph=second)
+            slopes = torch.autograd.grad(
+                loss_of(now, parts[:SUPPORT]), list(now.values()), create_graph=second
+            )
             pairs = zip(now.items(), slopes, strict=True)
             now = {name: w - (rates[name] if second else RATE) * slope for (name, w), slope in pairs}
         judged = loss_of(now, parts[SUPPORT:])
@@ -86,8 +94,9 @@ def test_of_a_plain_double_backward(family: str, strategy: str) -> None:
             parts_of = list(torch.autograd.grad(judged, leaves, retain_graph=True))
         for name, slope in zip(weights, parts_of, strict=True):
             expected[name] += slope / 3
-        for name, slope in zip(rates, torch.autograd.grad(judged, list(rates.values())) if second else ()):
-            of_rates[name] += slope / 3
+        found_rates = torch.autograd.grad(judged, list(rates.values())) if second else of_rates.values()
+        for name, slope in zip(rates, found_rates, strict=True):
+            of_rates[name] = of_rates[name] + (slope / 3 if second else 0.0)
     assert float(loss) / batch.loss_tokens == pytest.approx(total, rel=1e-12)
     wanted = expected | ({f"{SHIFT}/{n}": s for n, s in of_rates.items()} if strategy == "metasgd" else {})
     assert set(found) == set(wanted)
@@ -116,5 +125,7 @@ def test_adapters_adapt_alone() -> None:
     for step in (1, 2):
         engine.gradients_of(make_batch(open_data(job, Path()).feed, layout, 0, step))
         engine.optimizer_step(0.01)
-    moved = {one.shard.name for one in engine.weights() if not torch.equal(one.tensor, before[one.shard.name])}
+    moved = {
+        one.shard.name for one in engine.weights() if not torch.equal(one.tensor, before[one.shard.name])
+    }
     assert moved == {name for name in before if ".lora_" in name}

@@ -68,7 +68,9 @@ CASES = [("metasgd", WAVES), ("reptile", WAVES), ("maml", RULES), ("fomaml", WAV
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        pytest.param(*case, marks=() if at < 3 else pytest.mark.slow, id=f"{case[0]}-{case[1]['meta']['tasks']}")
+        pytest.param(
+            *case, marks=() if at < 3 else pytest.mark.slow, id=f"{case[0]}-{case[1]['meta']['tasks']}"
+        )
         for at, case in enumerate(CASES)
     ],
 )

@@ -69,7 +69,9 @@ def test_the_ledger_proves_tasks() -> None:
         batches = [make_batch(data.feed, layout, index, step) for index in range(2)]
         rows = line_rows(tuple((*batch.rows, batch.digest.hex()) for batch in batches))
         samples = [(step - 1) * 6, step * 6]
-        lines.append({"step": step, "term": 1, "n": 1, "samples": samples, "rows": rows, "tokens": 60, "loss": 1.0})
+        lines.append(
+            {"step": step, "term": 1, "n": 1, "samples": samples, "rows": rows, "tokens": 60, "loss": 1.0}
+        )
     report = check([_json(line) for line in lines], data.plan, data.train)
     assert (report.steps, report.lost, report.repeated, report.wrong) == (2, 0, 0, ())
     lines[1]["rows"] = lines[0]["rows"]
@@ -88,7 +90,8 @@ def test_sequences_follow_one_rule_a_task() -> None:
         inputs, targets = sequences(np.random.default_rng(number), 30, vocabulary=11, length=8)
         np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
         for parity in (0, 1):
-            pairs = set(zip(inputs[:, parity::2].ravel().tolist(), targets[:, parity::2].ravel().tolist()))
+            one, then = (side[:, parity::2].ravel().tolist() for side in (inputs, targets))
+            pairs = set(zip(one, then, strict=True))
             assert len(pairs) == len({first for first, _ in pairs})
 
 
@@ -142,7 +145,9 @@ def test_a_family_that_cannot_be_used_is_one_line(tasks: str, said: str) -> None
 
 
 def test_numbers_are_not_for_a_model_of_tokens() -> None:
-    job = load_job("tiny", [f"meta={{strategy: maml, tasks: '{__name__}:few'}}", "meta.support=1", "meta.query=1"])
+    job = load_job(
+        "tiny", [f"meta={{strategy: maml, tasks: '{__name__}:few'}}", "meta.support=1", "meta.query=1"]
+    )
     job = job.model_copy(update={"meta": job.meta.model_copy(update={"tasks": f"{__name__}:pair"})})
     with pytest.raises(DataError, match=r"saw inputs of \[2\] floats an example, but the model takes"):
         open_data(job, Path())

@@ -18,6 +18,8 @@ from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.dashboard import dashboard
 from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
+from picotron_ray.commands.evaluate import evaluate
+from picotron_ray.commands.generate import generate
 from picotron_ray.commands.logs import logs
 from picotron_ray.commands.metrics import metrics
 from picotron_ray.commands.one_line_errors import OneLineGroup
@@ -52,6 +54,8 @@ app.command("dashboard")(dashboard)
 app.command("metrics")(metrics)
 app.command("report")(story.report)
 app.command("runs")(story.runs)
+app.command("generate")(generate)
+app.command("evaluate")(evaluate)
 app.command("top")(top)
 app.command("profile")(profile)
 app.command("checkpoint-now")(run.checkpoint_now)

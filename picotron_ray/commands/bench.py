@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from picotron_ray.commands.bench_data import bench_curriculum, bench_packing
+from picotron_ray.commands.bench_output import JsonFile, result, say, writing
 from picotron_ray.errors import PicotronError
-from picotron_ray.launch import Config, Overrides, reported
-from picotron_ray.runtime.driver.asked_files import refuse_unwritable, write_asked
+from picotron_ray.launch import Config, Overrides
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
-
-JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="write the result to FILE; - is stdout")
-]
+benchmarks.command("packing")(bench_packing)
+benchmarks.command("curriculum")(bench_curriculum)
 
 
 @benchmarks.command("recovery")
@@ -35,15 +30,15 @@ def bench_recovery(
 
     Example: picotron-ray bench recovery --runs 3 --peers none
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.common.report import recovery_lines
         from picotron_ray.bench.recovery import bench
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
 
         chosen = bench.chosen_peers(peers)
         with without_rays_messages():
-            found = bench.bench(runs, seed, chosen, _say)
-        _result(found, recovery_lines(found), json_file)
+            found = bench.bench(runs, seed, chosen, say)
+        result(found, recovery_lines(found), json_file)
 
 
 @benchmarks.command("throughput")
@@ -59,13 +54,13 @@ def bench_throughput(
 
     Example: picotron-ray bench throughput --pairs 4 --json -
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.common.report import throughput_lines
         from picotron_ray.bench.throughput import bench
 
         chosen = bench.chosen_sides(sides)
-        found = bench.bench(pairs, workers or bench.default_workers(), chosen, _say)
-        _result(found, throughput_lines(found), json_file)
+        found = bench.bench(pairs, workers or bench.default_workers(), chosen, say)
+        result(found, throughput_lines(found), json_file)
 
 
 @benchmarks.command("telemetry")
@@ -79,11 +74,11 @@ def bench_telemetry(
 
     Example: picotron-ray bench telemetry --steps 500
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.telemetry import bench
 
-        found = bench.bench(steps, micro_batches, ranks, _say)
-        _result(found, bench.lines(found), json_file)
+        found = bench.bench(steps, micro_batches, ranks, say)
+        result(found, bench.lines(found), json_file)
 
 
 @benchmarks.command("coordinator")
@@ -98,11 +93,11 @@ def bench_coordinator(
 
     Example: picotron-ray bench coordinator --nodes 64 --seconds 20 --no-calls
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.coordinator import bench, report
 
-        found = bench.bench(nodes, workers, seconds, _say, with_calls=calls)
-        _result(found, report.lines(found), json_file)
+        found = bench.bench(nodes, workers, seconds, say, with_calls=calls)
+        result(found, report.lines(found), json_file)
 
 
 @benchmarks.command("host")
@@ -117,11 +112,11 @@ def bench_host(
 
     Example: picotron-ray bench host --ranks 64,1024
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench import host_cost
 
-        found = host_cost.bench(host_cost.sizes_of(ranks), zero, _say)
-        _result(found, list(host_cost.lines(found)), json_file)
+        found = host_cost.bench(host_cost.sizes_of(ranks), zero, say)
+        result(found, list(host_cost.lines(found)), json_file)
 
 
 @benchmarks.command("mfu")
@@ -153,7 +148,7 @@ def bench_mfu(
 
     Example: picotron-ray bench mfu quickstart --peers none --rounds 2
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.mfu import report, run
 
         options = run.MfuOptions(
@@ -169,8 +164,8 @@ def bench_mfu(
             only,
             memory_timeline,
         )
-        found = run.bench(config, overrides or [], options, _say)
-        _result(found, report.lines(found), json_file)
+        found = run.bench(config, overrides or [], options, say)
+        result(found, report.lines(found), json_file)
 
 
 @benchmarks.command("gpu")
@@ -191,11 +186,11 @@ def bench_gpu(
 
     Example: picotron-ray bench gpu --out docs/gpu
     """
-    with _reported(None):
+    with writing(None):
         from picotron_ray.bench.gpu import bench, report
 
-        found = bench.bench(bench.GpuOptions(out, cpu, quick, parts, workers, picotron, torchtitan), _say)
-        _result(found, report.lines(found), None)
+        found = bench.bench(bench.GpuOptions(out, cpu, quick, parts, workers, picotron, torchtitan), say)
+        result(found, report.lines(found), None)
         if found["failed"]:
             raise PicotronError(f"bench gpu: failed: {', '.join(found['failed'])}")
 
@@ -214,11 +209,11 @@ def bench_profile(
 
     Example: picotron-ray bench profile quickstart --pairs 3
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.profile import bench
 
-        found = bench.bench(run, pairs, steps, seed, _say)
-        _result(found, bench.lines(found), json_file)
+        found = bench.bench(run, pairs, steps, seed, say)
+        result(found, bench.lines(found), json_file)
 
 
 @benchmarks.command("watching")
@@ -234,11 +229,11 @@ def bench_watching(
 
     Example: picotron-ray bench watching quickstart --pairs 30
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.watching import bench
 
-        found = bench.bench(run, pairs, steps, scrape_s, seed, _say)
-        _result(found, bench.lines(found), json_file)
+        found = bench.bench(run, pairs, steps, scrape_s, seed, say)
+        result(found, bench.lines(found), json_file)
 
 
 @benchmarks.command("plan")
@@ -258,12 +253,12 @@ def bench_plan(
 
     Example: picotron-ray bench plan quickstart --hardware here.json --workers 2
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.plan import bench, report
 
         options = bench.PlanOptions(hardware, workers, layouts, rounds, steps, warmup, seed)
-        found = bench.bench(config, overrides or [], options, _say)
-        _result(found, report.lines(found), json_file)
+        found = bench.bench(config, overrides or [], options, say)
+        result(found, report.lines(found), json_file)
 
 
 @benchmarks.command("comm")
@@ -284,11 +279,11 @@ def bench_comm(
 
     Example: picotron-ray bench comm --groups 2 --sizes 1KiB,1MiB --budget-s 60
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.comm import bench, report
 
-        found = bench.bench(bench.CommOptions(groups, sizes, collectives, strategies, budget_s, device), _say)
-        _result(found, report.lines(found), json_file)
+        found = bench.bench(bench.CommOptions(groups, sizes, collectives, strategies, budget_s, device), say)
+        result(found, report.lines(found), json_file)
 
 
 @benchmarks.command("alerts")
@@ -304,7 +299,7 @@ def bench_alerts(
 
     Example: picotron-ray bench alerts clean --record --windows 500
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench.alerts import recording
         from picotron_ray.bench.alerts.rates import lines, rates
         from picotron_ray.runtime.driver.follow_run import without_rays_messages
@@ -312,9 +307,9 @@ def bench_alerts(
         if record:
             for name in recording.chosen(configs):
                 with without_rays_messages():
-                    recording.record(name, seed, windows, folder.absolute(), _say)
+                    recording.record(name, seed, windows, folder.absolute(), say)
         found = rates(recording.recorded(folder))
-        _result(found, list(lines(found)), json_file)
+        result(found, list(lines(found)), json_file)
 
 
 @benchmarks.command("experts")
@@ -329,11 +324,11 @@ def bench_experts(
 
     Example: picotron-ray bench experts --tokens 16384 --experts 128 --top-k 8
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench import expert_order
 
-        found = expert_order.bench(tokens, experts, top_k, device, _say)
-        _result(found, expert_order.lines(found), json_file)
+        found = expert_order.bench(tokens, experts, top_k, device, say)
+        result(found, expert_order.lines(found), json_file)
 
 
 @benchmarks.command("initial-weights")
@@ -347,31 +342,8 @@ def bench_initial_weights(
 
     Example: picotron-ray bench initial-weights llama-3-70b layout.tp=8 layout.pp=8 data.path=CORPUS
     """
-    with _reported(json_file):
+    with writing(json_file):
         from picotron_ray.bench import initial_weights
 
-        found = initial_weights.bench(config, overrides or [], rank, _say)
-        _result(found, initial_weights.lines(found), json_file)
-
-
-def _say(line: str) -> None:
-    """Progress, which is not part of a result."""
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _reported(json_file: str | None) -> Iterator[None]:
-    """Refuse a file that nothing can be written to before hours of measuring, and report what is raised."""
-    with reported(json_file == "-"):
-        if json_file not in (None, "-"):
-            refuse_unwritable("--json", Path(json_file))
-        yield
-
-
-def _result(found: dict[str, Any], lines: list[str], json_file: str | None) -> None:
-    """A benchmark's result: as one line of JSON on stdout, or as text, with a file beside it."""
-    if json_file == "-":
-        return print(json.dumps(found), flush=True)
-    if json_file is not None:
-        write_asked("--json", Path(json_file), json.dumps(found, indent=2) + "\n")
-    return print("\n".join(lines))
+        found = initial_weights.bench(config, overrides or [], rank, say)
+        result(found, initial_weights.lines(found), json_file)

@@ -21,6 +21,8 @@ ALIASES = {
     "max_steps": "steps",
     "train_steps": "steps",
     "batch_size": "data.global_batch",
+    "max_tokens": "data.global_tokens",
+    "batch_tokens": "data.global_tokens",
     "seq_len": "data.sequence_length",
     "seq_length": "data.sequence_length",
     "n_layers": "model.layers",

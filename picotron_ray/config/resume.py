@@ -31,6 +31,7 @@ _VERDICTS: dict[str, Verdict] = {
     "model.built.parameters": "refuse",
     "data": "refuse",
     "data.prefetch_steps": "may",
+    "data.curriculum.scores": "may",  # what it holds is part of the data's fingerprint
     "meta": "refuse",
     "meta.inner_rate": "warn",
     "meta.inner_steps": "warn",
@@ -43,6 +44,8 @@ _VERDICTS: dict[str, Verdict] = {
     "comm.reduce_dtype": "warn",
     "init_from": "refuse",
     "evaluate.samples": "warn",
+    "evaluate.sets": "may",
+    "evaluate.source_samples": "may",
     "evaluate.weights": "warn",
 }
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from picotron_ray.data.plan.sample_plan import Feed
-from picotron_ray.data.samples import SampleSet
+from picotron_ray.data.samples import PADDING, SampleSet
 from picotron_ray.data.shuffle import samples_between
 from picotron_ray.layout.layout import Layout
 
@@ -41,6 +41,7 @@ class StepBatch:
         documents: number of each input's document within its row, ``[micro_batches, rows, sequence_length]``
             int32; None: the tokens say, or nobody asks.
         tokens_until: tokens of the run up to the end of this step (`Feed.tokens_until`).
+        stage: of the curriculum, from 1 on; 0: there is none.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepBatch:
     global_counted: int | None = None
     documents: npt.NDArray[np.int32] | None = None
     tokens_until: int = 0
+    stage: int = 0
 
     @property
     def loss_tokens(self) -> int:
@@ -118,12 +120,27 @@ def batch_shape(layout: Layout, dp_index: int, global_batch: int) -> tuple[int, 
 
 def make_batch(feed: Feed, layout: Layout, dp_index: int, step: int) -> StepBatch:
     """Make the training batch of one DP replica at ``step`` (1-based)."""
+    feed = feed.known(step)
     base, end = feed.plan.numbers(step)
     first, last = (base + at for at in layout.rows(dp_index, end - base))
     shape = batch_shape(layout, dp_index, end - base)
     mine = feed.plan.samples(first, last)
     found = _batch(step, feed.dataset, mine, (first, last), shape, feed.totals(base, end))
-    return replace(found, tokens_until=feed.tokens_until(step))
+    if (width := feed.width(step)) is not None:
+        found = replace(found, documents=_parted(found, width))
+    return replace(found, tokens_until=feed.tokens_until(step), stage=feed.stage(step))
+
+
+def _parted(batch: StepBatch, width: int) -> npt.NDArray[np.int32]:
+    """Number the documents of rows that are read as pieces of ``width`` tokens."""
+    known = batch.documents
+    length = batch.tokens.shape[-1] - 1
+    pieces = np.broadcast_to(np.arange(length, dtype=np.int32) // width, (*batch.tokens.shape[:-1], length))
+    if known is None:
+        return np.ascontiguousarray(pieces)
+    changes = np.zeros(known.shape, np.bool_)
+    changes[..., 1:] = (np.diff(known) != 0) | (np.diff(pieces) != 0)
+    return np.where(known == PADDING, PADDING, changes.cumsum(axis=-1)).astype(np.int32)
 
 
 def eval_batches(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.support.mixture import shares_by_step
 from picotron_ray.data import batch
+from picotron_ray.data.held_out_sets import HeldOutSet, held_out_sets
+from picotron_ray.data.plan.advance import StageRecord
+from picotron_ray.data.plan.build_plan import build_plan, plan_words, source_seeds
 from picotron_ray.data.plan.mixed_samples import MixedSamples
-from picotron_ray.data.plan.mixture import MIXTURE_VERSION, Mixture, MixturePlan, Stretch
-from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, UniformPlan
+from picotron_ray.data.plan.mixture import MixturePlan
+from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, StagedPlan
 from picotron_ray.data.samples import SampleSet
-from picotron_ray.data.shuffle import ORDER_VERSION
 from picotron_ray.data.source_samples import SourceSamples, open_source
 from picotron_ray.errors import DataError
 from picotron_ray.layout.layout import Layout
@@ -33,6 +37,7 @@ class DataSplits:
         plan: which rows each step feeds.
         global_batch: samples per step, the size of evaluation batches too.
         notes: what a user should know of how samples were made.
+        sets: held-out samples whose loss is told by itself.
     """
 
     train: SampleSet
@@ -42,19 +47,37 @@ class DataSplits:
     plan: SamplePlan
     global_batch: int
     notes: tuple[str, ...] = ()
+    sets: tuple[HeldOutSet, ...] = ()
 
     @property
     def feed(self) -> Feed:
         """Training samples in the order in which the run feeds them."""
         return Feed(self.train, self.plan)
 
+    def stage_record(self) -> StageRecord | None:
+        """Make the record of a curriculum that the run itself advances; None: there is none."""
+        rule = self.plan.rule if isinstance(self.plan, StagedPlan) else None
+        return None if rule is None else StageRecord(rule)
+
     def eval_batches(self, layout: Layout, dp_index: int, samples: int) -> list[batch.StepBatch]:
         """Cut one DP replica's part of the fixed held-out samples (``data.batch.eval_batches``)."""
         return batch.eval_batches(self.held_out, layout, dp_index, samples, self.global_batch)
 
+    def set_batches(self, layout: Layout, dp_index: int) -> list[list[batch.StepBatch]]:
+        """Cut one DP replica's part of each of `sets`."""
+        return [
+            batch.eval_batches(one.samples, layout, dp_index, one.wanted, self.global_batch)
+            for one in self.sets
+        ]
+
 
 def build_dataset(
-    data: DataConfig, model_vocab: int, seed: int, cache_dir: Path, steps: int = 0
+    data: DataConfig,
+    model_vocab: int,
+    seed: int,
+    cache_dir: Path,
+    steps: int = 0,
+    evaluate: EvaluateConfig | None = None,
 ) -> DataSplits:
     """Read, tokenise (or find in the cache) and check the data of a run.
 
@@ -63,61 +86,45 @@ def build_dataset(
         model_vocab: ``model.vocab_size``; every token id must be below it.
         seed: order of samples.
         cache_dir: a folder of this node for token caches, shared by its workers.
+        evaluate: sets that are to be evaluated; None: none but the held-out part.
         steps: those that a run is to take, for which sources that do not repeat must last.
 
     Raises:
         DataError: one line, when the data is missing, unreadable, empty, shorter than one sample per
             split, beyond the vocabulary, or does not last.
     """
-    if not data.sources:
-        found = open_source("data", data, model_vocab, seed, cache_dir)
-        plan: SamplePlan = UniformPlan(seed, data.global_batch, found.train.samples)
-        return _splits(data, found, plan, f"{found.identity}/{data.sequence_length}/{seed}/{ORDER_VERSION}")
-    mixed = _mixed(data, model_vocab, seed, cache_dir)
-    check_supply(data, mixed, steps)
-    return mixed
-
-
-def _splits(data: DataConfig, found: SourceSamples, plan: SamplePlan, identity: str) -> DataSplits:
-    return DataSplits(
-        train=found.train,
-        held_out=found.held_out,
-        fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
-        bigram_entropy=found.bigram_entropy,
-        plan=plan,
-        global_batch=data.global_batch,
-        notes=found.notes,
-    )
-
-
-def _mixed(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> DataSplits:
-    """Open all sources of a mixture, and plan which row is of which one."""
-    seeds = tuple(_seed_of(seed, source.name) for source in data.sources)
     found = [
         open_source(key, data, model_vocab, own, cache_dir)
-        for key, own in zip(data.named_sources, seeds, strict=True)
+        for key, own in zip(data.named_sources, source_seeds(data, seed), strict=True)
     ]
-    shares = shares_by_step(data.sources)
-    stretches = tuple(Stretch(step * data.global_batch, rows) for step, rows in shares.items())
-    counts = tuple(source.train.samples for source in found)
-    plan = MixturePlan(data.global_batch, seeds, counts, Mixture(seed, stretches))
+    joined = _joined(data, found) if data.sources else found[0]
+    words = plan_words(data, seed, found)
+    text = words if isinstance(words, str) else json.dumps(words)
+    splits = DataSplits(
+        train=joined.train,
+        held_out=joined.held_out,
+        fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
+        bigram_entropy=joined.bigram_entropy,
+        plan=build_plan(data, model_vocab, seed, found, cache_dir),
+        global_batch=data.global_batch,
+        notes=joined.notes,
+        sets=held_out_sets(data, evaluate, [source.held_out for source in found], model_vocab, cache_dir),
+    )
+    check_supply(data, splits, steps)
+    return splits
+
+
+def _joined(data: DataConfig, found: Sequence[SourceSamples]) -> SourceSamples:
+    """Join the samples of a mixture's sources."""
+    first = next(iter(shares_by_step(data.sources).values()))
     held, names = [source.held_out.samples for source in found], [source.name for source in data.sources]
-    first = stretches[0].quotas
-    joined = SourceSamples(
+    return SourceSamples(
         MixedSamples(tuple(source.train for source in found), tuple(map(float, first))),
         MixedSamples(tuple(source.held_out for source in found), tuple(map(float, held))),
         "",
         sum(source.bigram_entropy * size for source, size in zip(found, held, strict=True)) / sum(held),
         tuple(f"{name}: {note}" for name, of in zip(names, found, strict=True) for note in of.notes),
     )
-    parts = [(name, source.identity) for name, source in zip(names, found, strict=True)]
-    words = [parts, sorted(shares.items()), data.sequence_length, seed, MIXTURE_VERSION]
-    return _splits(data, joined, plan, json.dumps(words))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """Derive the seed of a source's order, which no other source changes."""
-    return xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1
 
 
 def check_supply(data: DataConfig, splits: DataSplits, steps: int) -> None:
@@ -129,6 +136,6 @@ def check_supply(data: DataConfig, splits: DataSplits, steps: int) -> None:
         step = None if source.repeat else plan.dry_step(at, steps)
         if step is not None:
             raise DataError(
-                f"data.sources.{source.name}: its {plan.counts[at]} rows last until step {step - 1} of"
+                f"data.sources.{source.name}: its {plan.orders[at].count} rows last until step {step - 1} of"
                 f" {steps}; give more data, a smaller weight or fewer steps, or say repeat=true"
             )

@@ -34,7 +34,8 @@ from picotron_ray.data.batch import token_digest
 from picotron_ray.data.ledger_counts import Feedings, Lines
 from picotron_ray.data.ledger_diagnosis import MOST_TRIES, diagnose
 from picotron_ray.data.ledger_line import LedgerLine, parse_line, shared_digest
-from picotron_ray.data.plan.sample_plan import Feed, SamplePlan
+from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, StagedPlan
+from picotron_ray.data.plan.stage_replay import StageReplay, begun
 from picotron_ray.data.samples import SampleSet
 from picotron_ray.layout.layout import Layout
 
@@ -90,12 +91,30 @@ class _Audit:
     wrong: list[str] = field(default_factory=list)  # findings on the line at hand
     fed: Feedings = field(default_factory=Feedings)
     unproven: list[int] = field(default_factory=list)  # steps
+    stages: StageReplay | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, StagedPlan) and self.plan.rule is not None:
+            self.stages = StageReplay(self.plan.rule)
+
+    def lost(self) -> list[tuple[int, int, str]]:
+        """Return the findings on steps of which nothing proves what they fed."""
+        return [(each[0], 1, _unproven(each)) for each in _runs(self.unproven)]
 
     def rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
         assert self.dataset is not None
         return Feed(self.dataset, self.plan).rows(first, last)
 
+    def decided(self, line: LedgerLine) -> None:
+        """Check where stages begin, and go on with the plan that follows."""
+        if self.stages is not None and isinstance(self.plan, StagedPlan):
+            if not line.unproven and (text := self.stages.problem(line)):
+                self.wrong.append(text)
+            self.stages.passed(line)
+            self.plan = self.plan.moved(begun(line))
+
     def line(self, line: LedgerLine) -> None:
+        self.decided(line)
         if line.unproven:
             self.unproven.append(line.step)
             return
@@ -129,6 +148,7 @@ class _Audit:
 
     def passed_over(self, line: LedgerLine, asked: bool) -> None:
         """Check that a step was passed over where a rewind says so, and there alone."""
+        self.decided(line)
         if not asked:
             self.wrong.append(f"{line.name} was passed over, and the log knows of no rewind")
         elif line.unproven:
@@ -207,10 +227,10 @@ def check(
             findings += [(line.step, 1, text) for text in audit.wrong]
             audit.wrong.clear()
     findings += [(step, 1, text) for step, text in beyond.items()]
-    findings += [(each[0], 1, _unproven(each)) for each in _runs(audit.unproven)]
+    findings += audit.lost()
     findings += [(step, 0, _fed_again(step, generations)) for step, generations in present.repeated()]
     findings.sort(key=lambda finding: finding[:2])
-    steps = present.last() if last_step is None else last_step
+    steps = last_step if last_step is not None else present.last()
     passed_over = _rows_of(plan, {step for each in passed for step in each if step <= steps})
     wanted = plan.numbers(steps)[1] if steps else 0
     samples, feedings = audit.fed.totals(wanted)

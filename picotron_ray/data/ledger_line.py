@@ -75,6 +75,8 @@ class LedgerLine:
     skipped: bool = False  # the update was left out
     passed_over: bool = False  # a rewind passed over the samples: none was fed
     unproven: bool = False  # the step's own line was lost before it was committed
+    loss: float | None = None
+    stages: tuple[int, ...] | None = None  # steps before the stages begun, of a curriculum that decides them
 
     @property
     def name(self) -> str:
@@ -97,6 +99,8 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
             skipped=bool(record.get("skipped", "")),
             passed_over=bool(record.get("passed_over", False)),
             unproven=bool(record.get("unproven", False)),
+            loss=_loss(record.get("loss")),
+            stages=tuple(map(_whole, record["stages"])) if "stages" in record else None,
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         wrong.append(f"line {at} is not a ledger line ({type(error).__name__}: {error})")
@@ -106,6 +110,12 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
 def _whole(value: Any, least: int = 0, most: int = (1 << 62) - 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"expected a whole number of at least {least}, saw {value!r}")
+    return value
+
+
+def _loss(value: Any) -> float | None:
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+        raise ValueError(f"expected a loss, saw {value!r}")
     return value
 
 

@@ -47,6 +47,7 @@ class BatchLoader:
         make: Callable[[Feed, Layout, int, int], StepBatch] = make_batch,
     ) -> None:
         self._make = lambda step: make(feed, layout, dp_index, step)
+        self._let_go = feed.stop
         self._passes_over = passes_over
         self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
@@ -89,6 +90,7 @@ class BatchLoader:
     def stop_waiting(self) -> None:
         """Make ``next`` raise RuntimeError, in whatever thread it waits; waits for nothing."""
         self._closed.set()
+        self._let_go()
         self._drain()
         with contextlib.suppress(queue.Full):
             self._ready.put_nowait(None)
@@ -99,6 +101,7 @@ class BatchLoader:
         A thread that waits for a file system which hangs is left behind; it ends when its read does.
         """
         self._closed.set()
+        self._let_go()
         until = time.monotonic() + CLOSE_S
         while self._thread.is_alive() and time.monotonic() < until:
             self._drain()

@@ -58,7 +58,7 @@ def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplit
         streams = [streams[0][:cut], streams[0][cut:]]
         masks = [part for mask in masks for part in (mask[:cut], mask[cut:])]
         digests.append(str(cut))
-    if data.keeps_documents_apart:
+    if data.finds_documents:
         _check_end(streams[0], data.end_token, paths[0])
     pair = (masks[0], masks[1]) if masks else None
     return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]), pair)

@@ -11,7 +11,7 @@ from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.batch import EVALUATION_SEED
 from picotron_ray.data.cache import VOCABULARY, TokenSplits, byte_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
-from picotron_ray.data.plan.packed_cache import VERSION as PACKING_VERSION
+from picotron_ray.data.plan.buckets import bucket_widths
 from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
 from picotron_ray.data.plan.packed_samples import PackedSamples
 from picotron_ray.data.samples import Dataset, SampleSet, Tokens
@@ -64,13 +64,22 @@ def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> Sou
     if data.batching == "fixed":
         train, held = (Dataset(tokens, data.sequence_length, mask) for _, tokens, mask in parts)
         return SourceSamples(train, held, splits.digest, splits.bigram_entropy)
-    request = PackRequest(splits.digest, end_of(data), data.sequence_length, seed, data.long_documents)
+    request = _request(data, splits.digest, seed)
     held_request = replace(request, digest=f"{splits.digest} held out", seed=EVALUATION_SEED)
     packed, packed_held = (
         _packed(*part, asked, cache_dir) for part, asked in zip(parts, (request, held_request), strict=True)
     )
-    identity = f"{splits.digest}/packed/{data.long_documents}/{PACKING_VERSION}"
+    identity = f"{splits.digest}/{request.way}"
     return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),))
+
+
+def _request(data: DataConfig, digest: str, seed: int) -> PackRequest:
+    """Say how documents share rows."""
+    widths: tuple[int, ...] = ()
+    if data.batching == "buckets":
+        widths = data.buckets or bucket_widths(data.sequence_length + 1)
+    most = None if data.max_batch_size is None else data.max_batch_size // data.global_batch
+    return PackRequest(digest, end_of(data), data.sequence_length, seed, data.long_documents, widths, most)
 
 
 def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> TokenSplits:

@@ -18,7 +18,7 @@ policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -28,15 +28,22 @@ _EACH = f"({_WORD}|int8|blocks-{_NUMBER}-{_NUMBER}-{_NUMBER})"
 EXACT_PATTERN = f"^{_WORD}(,{_WORD})*$"
 PATTERN = f"^{_EACH}(,{_EACH})*$"
 RecomputeKind = Literal["kept", "full", "selective", "int8"]
+ORDER: tuple[RecomputeKind, ...] = ("full", "selective", "int8", "kept")
+"""Of the blocks of a stage, by ``blocks-K-S-Q``."""
 
 
 class RecomputedBlocks(NamedTuple):
-    """Numbers of blocks computed again in full and selectively, of all blocks, and of those in 8 bits."""
+    """Numbers of blocks computed again in full and selectively, of all blocks, and of those in 8 bits.
+
+    Fields:
+        in_order: whether they stand in each stage as in `ORDER`.
+    """
 
     full: int
     selective: int
     depth: int
     int8: int = 0
+    in_order: bool = True
 
     @property
     def repeated(self) -> int:
@@ -48,8 +55,15 @@ class RecomputedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Sequence[RecomputeKind]) -> RecomputedBlocks:
-        """Count the blocks of each kind."""
-        return cls(kinds.count("full"), kinds.count("selective"), len(kinds), kinds.count("int8"))
+        """Count the blocks of each kind of one stage."""
+        in_order = list(kinds) == sorted(kinds, key=ORDER.index)
+        return cls(kinds.count("full"), kinds.count("selective"), len(kinds), kinds.count("int8"), in_order)
+
+    @classmethod
+    def of_stages(cls, stages: Iterable[RecomputedBlocks]) -> RecomputedBlocks:
+        """Sum those of a rank's stages."""
+        full, selective, depth, int8, in_order = zip(*stages, strict=True)
+        return cls(sum(full), sum(selective), sum(depth), sum(int8), all(in_order))
 
 
 @lru_cache(maxsize=64)

@@ -38,7 +38,9 @@ class ModelSizes:
         whole_block, whole_embed, whole_head: of those, what every tensor-parallel rank holds whole. Norms of
             our decoders are not told apart.
         activations: elements that one block keeps for backward, per token.
-        products: of those, inputs and results of matrix products and attention, what selective recomputation
+        hidden_layer: of those, what the hidden layer keeps, which comes first in the backward pass; 0: not
+            told apart.
+        products: of all, inputs and results of matrix products and attention, what selective recomputation
             keeps.
         at_work: elements of gradients, and of what else lives meanwhile, while a block's backward pass runs.
         pointwise: elements that the other operations of a block's forward pass read and write, per token.
@@ -82,6 +84,7 @@ class ModelSizes:
     fused_experts: int = 0
     rms_normed: int = 0
     block_products: tuple[BlockProduct, ...] = field(default=(), compare=False)
+    hidden_layer: int = 0
     first: int = 0
     first_block: int = 0
     first_matrices: int = 0

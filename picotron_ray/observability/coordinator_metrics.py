@@ -49,6 +49,15 @@ TRAINING = (
         "coordinator",
     ),
     Metric(
+        "picotron_training_eval_set_loss_nats",
+        "gauge",
+        "nats",
+        "Mean loss per token of the newest evaluation on a held-out set beside: one of evaluate.sets, or a"
+        " source of data.sources.",
+        "coordinator",
+        labels=("set",),
+    ),
+    Metric(
         "picotron_training_baseline_loss_nats",
         "gauge",
         "nats",
@@ -85,6 +94,20 @@ TRAINING = (
         "Learning rate of the newest finished step.",
         "coordinator",
         in_ray=True,
+    ),
+    Metric(
+        "picotron_data_padding_ratio",
+        "gauge",
+        "1",
+        "Share of the newest finished step's tokens that is padding, which counts nowhere.",
+        "coordinator",
+    ),
+    Metric(
+        "picotron_data_curriculum_stage",
+        "gauge",
+        "1",
+        "Stage of the curriculum that fed the newest finished step, from 1 on; 0 without a curriculum.",
+        "coordinator",
     ),
 )
 

@@ -57,23 +57,38 @@ class BlockBytes:
 
     def held(self, again: RecomputedBlocks) -> float:
         """Bytes that all blocks of a rank keep for backward."""
-        kinds = (
-            (again.kept, self.kept),
-            (again.selective, self.selective),
-            (again.full, self.full),
-            (again.int8, self.int8),
-        )
+        kinds = self._by_kind(again)
         if self.travelling:
-            return 2 * max((size for number, size in kinds if number), default=0.0)
-        return sum(number * size for number, size in kinds)
+            return 2 * max((size for number, size, _ in kinds if number), default=0.0)
+        return sum(number * size for number, size, _ in kinds)
 
-    def again(self, again: RecomputedBlocks) -> float:
-        """Bytes that one block's backward pass makes anew."""
-        if again.full:
-            return self.full_again
-        if again.selective:
-            return self.selective_again
-        return self.int8_again if again.int8 else 0.0
+    def passes(self, again: RecomputedBlocks, flying: float) -> list[BackwardBlocks]:
+        """Blocks by what they keep, in the order in which a micro-batch's backward pass comes to them.
+
+        Where that is not known they are taken for blocks of one kind, which keep the mean and make most anew.
+        """
+        kinds = [(number, size, anew) for number, size, anew in self._by_kind(again) if number]
+        if again.in_order and not self.travelling:
+            return [BackwardBlocks(number, size / max(1.0, flying), anew) for number, size, anew in kinds]
+        mean = self.held(again) / max(1, again.depth) / max(1.0, flying)
+        return [BackwardBlocks(again.depth, mean, max((anew for *_, anew in kinds), default=0.0))]
+
+    def _by_kind(self, again: RecomputedBlocks) -> tuple[tuple[int, float, float], ...]:
+        """Number of blocks, what one keeps and what it makes anew; the last blocks of a stage first."""
+        return (
+            (again.kept, self.kept, 0.0),
+            (again.int8, self.int8, self.int8_again),
+            (again.selective, self.selective, self.selective_again),
+            (again.full, self.full, self.full_again),
+        )
+
+
+class BackwardBlocks(NamedTuple):
+    """Blocks of one kind as a micro-batch's backward pass comes to them: what each keeps, and makes anew."""
+
+    number: int
+    kept: float
+    anew: float
 
 
 def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
@@ -94,8 +109,8 @@ def block_bytes(job: JobConfig, layout: Layout, flying: float) -> BlockBytes:
         full=kept["full"] * each,
         int8=kept["int8"] * each,
         travelling=layout.offload_activations,
-        selective_again=tokens / cut * (of["kept"] - of["selective"]),
-        full_again=tokens * ((of["kept"] - of["full"]) / cut + whole.get("kept", 0.0)),
+        selective_again=kept["kept"] - kept["selective"],
+        full_again=kept["kept"] - kept["full"],
         int8_again=tokens / cut * (UNPACKED_AT_ONCE * of["kept"] + unpacked),
     )
 
@@ -212,9 +227,8 @@ def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
     wider = (stream_bytes(job) - item) * sizes.hidden
     padded = (rows_sent(job, layout.ep, layout.cp) - 1) * job.model.moe.top_k
     moe_inner = job.model.moe.intermediate_size
-    whole = sizes.activations + padded * (2 * sizes.hidden + 4 * moe_inner)
-    if job.kernels.activation == "compiled":  # silu of the gate is computed again
-        whole -= job.model.intermediate_size
+    whole: float = sizes.activations - sizes.hidden_layer + hidden_layer_values(job)
+    whole += padded * (2 * sizes.hidden + 4 * moe_inner)
     return {
         "kept": whole * item + 2 * wider + _routing(job) + _unfused(job, layout.cp) + scores.kept,
         "full": sizes.hidden * item + wider,
@@ -223,6 +237,12 @@ def kept_by_kind(job: JobConfig, layout: Layout) -> dict[RecomputeKind, float]:
         + scores.products,
         "int8": _packed(job, whole) + scores.kept / COMPUTE_BYTES[job.precision] * ACTIVATION_8BIT_BYTES,
     }
+
+
+def hidden_layer_values(job: JobConfig) -> int:
+    """Values per token that a block's hidden layer keeps; of compiled ones the gate's silu is made again."""
+    again = job.model.intermediate_size if job.kernels.activation == "compiled" else 0
+    return sizes_of(job.model).hidden_layer - again
 
 
 class ScoreBytes(NamedTuple):

@@ -16,6 +16,7 @@ has gathered then. The dry run (`train.dry_run`) counts the same bytes operator 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,8 +30,10 @@ from picotron_ray.layout.schedules import schedule_of
 from picotron_ray.models.sizes import GATED_PIECE_BYTES
 from picotron_ray.planner.kept_activations import (
     STATE_BYTES,
+    BackwardBlocks,
     BlockBytes,
     block_bytes,
+    hidden_layer_values,
     in_flight,
     mask_bytes,
     narrows,
@@ -78,7 +81,7 @@ class RankMoments:
 
     Fields:
         blocks: of one block, by what becomes of its activations.
-        depth: blocks of the rank.
+        stages: of the rank.
         flying: micro-batches in flight.
         fixed: masks, and what enters and leaves stages.
         at_work: gradients within a block, and of its largest weight.
@@ -91,7 +94,7 @@ class RankMoments:
     """
 
     blocks: BlockBytes
-    depth: int
+    stages: int
     flying: float
     fixed: float
     at_work: float
@@ -109,20 +112,13 @@ class RankMoments:
         A step begins without gradients, but for buckets that replicas reduce. Where all its micro-batches are
         in flight together, gradients grow as activations go. Then both ends of the first backward pass are
         looked at: all activations without gradients, and all gradients with one micro-batch less; of a single
-        micro-batch, its last block with the gradients of all others. So they do within a block, of which ZeRO
-        has the gradients whole.
+        micro-batch, its last block with the gradients of all others.
         """
-        blocks, flying, gathered, logits = self.blocks, self.flying, self.gathered, self.logits
-        inside = blocks.held(again)
+        flying, gathered, logits = self.flying, self.gathered, self.logits
+        inside, passes = self.blocks.held(again), self.blocks.passes(again, flying)
         kept = inside + self.fixed
-        work = kept + self.at_work + blocks.again(again)
-        one = inside / max(1, self.depth) / max(1.0, flying)
-        gone = LATE * (one + blocks.again(again))
         passing = [
-            (gathered.backward - self.made, work),
-            (gathered.backward, work - gone),
-            (gathered.reduced - self.made, work - one),
-            (gathered.reduced, work - one - gone),
+            *self._backward(passes, kept),
             (gathered.forward, kept + logits.forward),
             (gathered.loss, kept + logits.loss),
             (gathered.head, kept + logits.head),
@@ -133,13 +129,34 @@ class RankMoments:
             found = [(whole - self.fresh, held) for whole, held in passing]
             if flying > 1:
                 found += [(whole, held - kept / flying) for whole, held in passing]
-            else:
-                found.append((gathered.backward - self.made - self.unmade, work - inside + one))
+            elif passes:
+                last = self.fixed + self.at_work + passes[-1].kept + passes[-1].anew
+                found.append((gathered.backward - self.made - self.unmade, last))
         if self.ends:
             found.append((gathered.embedding, (1 - 1 / max(1.0, flying)) * kept + self.ends))
         whole, held = max(found, key=sum)
         short = min(0.0, whole)
         return Moment(whole - short, max(0.0, held + short))
+
+    def _backward(self, passes: Sequence[BackwardBlocks], kept: float) -> list[tuple[float, float]]:
+        """Moments of a micro-batch's backward pass, as weights and gradients that ZeRO has, and activations.
+
+        A block makes anew what it did not keep when all later ones of its stage are done with theirs, which
+        count as evenly shared out over stages. Within a block, of which ZeRO has the gradients whole, they
+        grow as activations go: both ends are looked at.
+        """
+        found, done, gathered = [], 0.0, self.gathered
+        for number, one, anew in passes:
+            work = kept - done + self.at_work + anew
+            gone, whole = LATE * (one + anew), gathered.reduced if done else gathered.backward
+            found += [(whole - self.made, work), (whole, work - gone)]
+            if number > 1:
+                found += [
+                    (gathered.reduced - self.made, work - one),
+                    (gathered.reduced, work - one - gone),
+                ]
+            done += number // self.stages * one
+        return found
 
 
 def rank_moments(
@@ -173,12 +190,15 @@ def rank_moments(
     made, copies = weight_bytes(job) + added, _copies(job, layout, parameters, depth)
     return RankMoments(
         blocks=block_bytes(job, layout, flying),
-        depth=depth,
+        stages=layout.virtual_stages,
         flying=flying,
         fixed=mask_bytes(job, layout, rank) + stage_end_bytes(job, layout, rank, flying),
-        at_work=tokens / cut * (sizes.at_work * item + score_bytes(job, layout.row_parts).at_work)
-        + _gated_bytes(job, layout, tokens)
-        + _largest_matrix(job, layout) * made,
+        at_work=max(
+            tokens / cut * sizes.at_work * item
+            + _gated_bytes(job, layout, tokens)
+            + _largest_matrix(job, layout) * made,
+            tokens / cut * _scores_at_work(job, layout),
+        ),
         logits=logit_bytes(job, layout, tokens, (head, made), waiting_logits(job, layout))
         if head
         else HeadBytes(),
@@ -190,6 +210,16 @@ def rank_moments(
         copies=copies,
         made=_made(job, layout, depth),
     )
+
+
+def _scores_at_work(job: JobConfig, layout: Layout) -> float:
+    """Bytes per token of gradients while those of attention's scores are made; 0: no scores in memory.
+
+    They come with those of the residual stream and of values, when what the hidden layer kept is gone.
+    """
+    sizes, item = sizes_of(job.model), COMPUTE_BYTES[job.precision]
+    scores = score_bytes(job, layout.row_parts).at_work
+    return scores and scores + (sizes.hidden + sizes.scores - hidden_layer_values(job)) * item
 
 
 def _gated_bytes(job: JobConfig, layout: Layout, tokens: float) -> float:
@@ -236,8 +266,8 @@ def _alone(job: JobConfig, layout: Layout) -> int:
 
 
 def _made(job: JobConfig, layout: Layout, depth: int) -> float:
-    """Bytes of gradients that a unit of blocks has before ZeRO reduces them, once a micro-batch."""
-    if layout.zero < 2 or layout.pp > 1:
+    """Bytes of gradients of a unit of blocks, before ZeRO reduces them or adds them up in a wider type."""
+    if not layout.zero or ((layout.zero == 1 or layout.pp > 1) and not narrows(job)):
         return 0.0
     return _block_elements(job, layout) * _together(job, depth) * weight_bytes(job)
 
@@ -268,6 +298,7 @@ def _gathered(
 
     - ZeRO-1 keeps whole weights and gradients through all micro-batches; so does a pipeline, whose weights
       stay from a stage's backward pass to its next forward pass: of several stages of a rank all but one.
+      A unit's gradients in 16 bits wait for the end of its backward pass, where they are added up.
     - ZeRO-2 and 3 reduce a unit's gradients after its backward pass, from a copy of them in the type that
       they are added up in, which they hold until the next unit's are reduced.
     - ZeRO-3 holds the block at work and the one fetched ahead (``comm.zero_blocks`` of them each), and the
@@ -299,12 +330,13 @@ def _gathered(
     freeing = _freeing(always, last, narrow, min(2, units) * narrow)
     whole = parameters + depth * (padded_elements(job, layout) - alone / layout.tp)
     whole = whole * item - depth * saved_of_block(job, layout)
-    all_kept = GatheredBytes(*(whole,) * len(freeing))
+    weights = all_kept = GatheredBytes(*(whole,) * len(freeing))
     if layout.zero == 1 or layout.pp > 1:
-        weights = all_kept
         if layout.zero == 3 and layout.virtual_stages > 1:
             weights = GatheredBytes(*(min(whole, one + _staying(job, layout, depth)) for one in freeing))
-        return GatheredBytes(*(one + others + copies for one in weights))
+        made, block = (made, block) if narrows(job) else (0.0, 0.0)
+        waiting = GatheredBytes(scattered=made, backward=made + block, reduced=made + block, embedding=made)
+        return GatheredBytes(*(sum(both) + others + copies for both in zip(weights, waiting, strict=True)))
     weights = freeing if layout.zero == 3 else all_kept
     gradients = GatheredBytes(
         scattered=(item + wide) * head,

@@ -251,6 +251,14 @@ def trained_elements(model: ModelConfig) -> int:
     return sum(count for _, _, count, moves, _ in _finetuned(model) if moves)
 
 
+def trains_embedding(model: ModelConfig) -> bool:
+    """Whether the table that embeds tokens has a gradient."""
+    if not (model.freeze or model.lora.rank):
+        return True
+    table = sizes_of(model).vocabulary * sizes_of(model).hidden
+    return any(moves and part == "embed" and count == table for part, _, count, moves, _ in _finetuned(model))
+
+
 def _finetuned(model: ModelConfig) -> Iterator[tuple[str, int | None, int, bool, bool]]:
     """Part, layer and elements of each parameter, and whether it is trained, and an adapter's."""
     built = model.built
@@ -337,9 +345,17 @@ def rank_depths(job: JobConfig, layout: Layout, rank: int) -> list[int]:
 def blocks_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
     """Blocks that a pipeline rank computes again by the layout's policy, all of its stages together."""
     stages, depths = layout.rank_stages(rank), rank_depths(job, layout, rank)
-    kinds = [
-        kind
+    return RecomputedBlocks.of_stages(
+        RecomputedBlocks.of(recomputed(layout.recompute, depth, stage))
         for stage, depth in zip(stages, depths, strict=True)
-        for kind in recomputed(layout.recompute, depth, stage)
-    ]
-    return RecomputedBlocks.of(kinds)
+    )
+
+
+def mixtures_again(job: JobConfig, layout: Layout, rank: int) -> RecomputedBlocks:
+    """As `blocks_again`, without a decoder's first blocks that are dense beside mixtures."""
+    first, cut = sizes_of(job.model).first, layout.cut
+    return RecomputedBlocks.of_stages(
+        RecomputedBlocks.of(recomputed(layout.recompute, end - start, stage)[max(0, first - start) :])
+        for stage in layout.rank_stages(rank)
+        for start, end in [stage_bounds(job.model, cut)[stage]]
+    )

@@ -131,12 +131,12 @@ def passes(job: JobConfig, layout: Layout, profile: DeviceProfile) -> float:
 
 
 def _most_saved(needs: Callable[[int], float], depth: int) -> float:
-    """Bytes that one more recomputed block saves at most, after the first.
+    """Bytes that one more recomputed block saves at most.
 
     The bytes are the largest of several sums, each of which falls evenly. So the first blocks save most, but
     for copies of weights that go with the last.
     """
-    saved = max(needs(1) - needs(2), needs(depth - 1) - needs(depth))
+    saved = max(needs(number) - needs(number + 1) for number in {0, 1, depth - 1})
     return saved if saved > 0 else math.inf
 
 

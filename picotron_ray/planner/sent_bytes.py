@@ -19,10 +19,13 @@ from picotron_ray.planner.model_sizes import (
     blocks_again,
     end_parameters,
     expert_padding,
+    mixtures_again,
     sizes_of,
     stage_mixtures,
     stage_parameters,
+    tied_copy,
     trained_of_stage,
+    trains_embedding,
 )
 from picotron_ray.planner.narrow_gathers import saved_of_rank
 
@@ -32,14 +35,14 @@ AXES = ("tp", "pp", "replicas")
 
 def sent_bytes(job: JobConfig, layout: Layout, rank: int) -> dict[str, float]:
     """Bytes by axis of one pipeline rank, norms of gradients and other small sums left out."""
-    again = blocks_again(job, layout, rank)
+    again, mixtures = blocks_again(job, layout, rank), mixtures_again(job, layout, rank)
     micro_batches = layout.micro_batches(job.data.global_batch)
     inside = _tensor(job, layout, rank, again)
-    passed = _context(job, layout, again) + _experts(job, layout, again)
+    passed = _context(job, layout, again) + _experts(job, layout, mixtures)
     hops = _hops(job, layout, rank)
     return {
         "tp": micro_batches * inside,
-        "pp": micro_batches * hops,
+        "pp": micro_batches * hops + _tied(job, layout, rank),
         "replicas": micro_batches * passed + _state(job, layout, rank, micro_batches),
     }
 
@@ -86,6 +89,15 @@ def _hops(job: JobConfig, layout: Layout, rank: int) -> float:
     return _hidden(job, layout) * stream_widths(job)[1] * (after + before) / cut
 
 
+def _tied(job: JobConfig, layout: Layout, rank: int) -> float:
+    """Of a step: the reduced gradient of a tied embedding, from either end to the other on another rank."""
+    first, last = layout.first_stage_rank, layout.last_stage_rank
+    if first == last or rank not in (first, last) or not trains_embedding(job.model):
+        return 0.0
+    shards = layout.shards if layout.zero else 1
+    return tied_copy(job.model, layout) / shards * STATE_BYTES[job.precision]
+
+
 def exchanged_width(job: JobConfig) -> int:
     """Values of a token that Ulysses exchanges in a block: queries, keys, values and results."""
     return 2 * job.model.query_width + 2 * job.model.key_width
@@ -105,15 +117,15 @@ def _context(job: JobConfig, layout: Layout, again: RecomputedBlocks) -> float:
     return values * (again.depth * (2 * others + back) + again.repeated * others)
 
 
-def _experts(job: JobConfig, layout: Layout, again: RecomputedBlocks) -> float:
-    """Of a micro-batch: rows to their experts and back, forward and backward."""
+def _experts(job: JobConfig, layout: Layout, mixtures: RecomputedBlocks) -> float:
+    """Of a micro-batch: rows to their experts and back, forward and backward, of blocks that have experts."""
     routed = sizes_of(job.model).routed
     if layout.ep == 1 or not routed:
         return 0.0
     tokens = layout.widest_rows(job.data.global_batch) * job.data.sequence_length // layout.cp
     rows = tokens * rows_sent(job, layout.ep, layout.cp)
     sent = rows * routed * COMPUTE_BYTES[job.precision] * (layout.ep - 1) / layout.ep
-    return sent * (4 * again.depth + 2 * again.repeated)
+    return sent * (4 * mixtures.depth + 2 * mixtures.repeated)
 
 
 def _state(job: JobConfig, layout: Layout, rank: int, micro_batches: int) -> float:

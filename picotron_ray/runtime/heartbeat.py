@@ -24,6 +24,7 @@ from typing import Any
 from picotron_ray.comm.collectives.pending import PENDING
 from picotron_ray.config.schema.memory import MEMORY_CLASSES
 from picotron_ray.config.schema.service import PHASES, ElasticConfig
+from picotron_ray.config.support.evaluation import MOST_SETS
 from picotron_ray.errors import SlotRoomError
 from picotron_ray.observability.agent_metrics import STEP_BUCKETS_S
 from picotron_ray.observability.metric import bucket_of
@@ -43,10 +44,14 @@ _FIELDS = (
     ("skipped_step", "q"),  # newest step whose update was left out; -1: none
     ("bad_steps", "q"),  # how many there were in the generation
     *(("loss", "d"), ("grad_norm", "d"), ("learning_rate", "d"), ("step_time_s", "d")),
+    ("padding_ratio", "d"),  # share of the newest step's tokens that is padding
+    ("stage", "q"),  # of the curriculum, from 1 on; 0: there is none
     *(
         ("eval_step", "q"),
         ("eval_loss", "d"),
         ("eval_loss_before", "d"),  # of tasks, before their inner steps
+        ("eval_sets", "q"),  # held-out sets beside that have a loss
+        *((f"eval_set_{place}", "d") for place in range(MOST_SETS)),
         ("baseline_loss", "d"),
         ("snapshot_s", "d"),
         ("wait_s", "d"),
@@ -95,6 +100,8 @@ class PageView:
     pinned: int
     skipped: int
     tokens: int
+    padding_ratio: float
+    stage: int
     complete: int
     skipped_step: int
     bad_steps: int
@@ -105,6 +112,7 @@ class PageView:
     eval_step: int
     eval_loss: float
     eval_loss_before: float
+    eval_set_losses: tuple[float, ...]  # of held-out sets beside, those that are evaluated
     baseline_loss: float
     snapshot_s: float
     wait_s: float
@@ -132,7 +140,10 @@ class PageView:
         """
         found = {name: getattr(self, name) for name in CARRIED}
         leads = self.term and self.rank == 0
-        return {**found, **self.whereabouts(time.monotonic())} if leads else found
+        if not leads:
+            return found
+        sets = {"eval_set_losses": self.eval_set_losses} if self.eval_set_losses else {}
+        return {**found, **sets, **self.whereabouts(time.monotonic())}
 
     def whereabouts(self, now_s: float) -> dict[str, Any]:
         """Return when the newest step was finished, and the generation's seconds by phase, the present one's
@@ -149,7 +160,7 @@ class PageView:
 
 _STAYS = {"start_ticks", "phase_count", "phase_limit_s", "progress", "spins", "clean", "sealed", "pinned"}
 _STAYS |= {"skipped", "complete", "step_sum_s", "step_counts", "pending_operations", "communication_s"}
-_STAYS |= {"step_at_s", "spent_s", "memory_mode", "memory_bytes", "memory_peak_bytes"}
+_STAYS |= {"eval_set_losses", "step_at_s", "spent_s", "memory_mode", "memory_bytes", "memory_peak_bytes"}
 CARRIED = tuple(field.name for field in fields(PageView) if field.name not in _STAYS)
 """Fields of a page that heartbeats carry; 1,000 nodes bring them once a second."""
 
@@ -357,6 +368,8 @@ def read_page(path: Path) -> PageView | None:
     if values.pop("magic") != MAGIC:
         return None
     values["phase"] = PHASES[values["phase"]]
+    losses = [values.pop(f"eval_set_{place}") for place in range(MOST_SETS)]
+    values["eval_set_losses"] = tuple(losses[: values.pop("eval_sets")])
     counts = [values.pop(f"step_count_{bucket}") for bucket in range(len(STEP_BUCKETS_S) + 1)]
     values["step_counts"] = tuple(counts)
     values["memory_bytes"] = tuple(values.pop(f"memory_{kind}_bytes") for kind in MEMORY_CLASSES)

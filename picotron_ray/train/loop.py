@@ -27,12 +27,15 @@ from torch import Tensor
 
 from picotron_ray.checkpoint.snapshot.ledger_tail import LedgerTail
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.evaluation import figures, judges_commit
 from picotron_ray.data.batch import StepBatch
 from picotron_ray.data.ledger_line import line_rows
 from picotron_ray.data.loader import BatchLoader
+from picotron_ray.data.plan.advance import StageRecord
 from picotron_ray.errors import DivergedError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.train.engine import Engine
+from picotron_ray.train.evaluation import Evaluated, summed
 from picotron_ray.train.link_probe import LinkProbe
 from picotron_ray.train.optim.lr_schedule import learning_rate
 from picotron_ray.train.replica_check import NoReplicaCheck
@@ -106,6 +109,10 @@ class Loop:
     updates: UpdatePolicy
     tail: LedgerTail
     start_step: int
+    eval_sets: Sequence[Sequence[StepBatch]] = ()
+    """Batches of each held-out set beside, in the order of `config.support.evaluation.set_names`."""
+    evaluated: Evaluated = field(default_factory=Evaluated)
+    """Figures of the state at hand, which its snapshot carries."""
     passes_over: Callable[[int], bool] = lambda step: False
     """Whether a rewind passes over a step."""
     memory: StepMemory = field(default_factory=StepMemory)
@@ -119,6 +126,8 @@ class Loop:
     """Raises where the generation was aborted."""
     tell: Callable[[str], None] = lambda words: None
     """Hears what changes within the generation, the same on all ranks."""
+    stages: StageRecord | None = None
+    """Where a curriculum's stages begin, where the run decides it."""
     _trained: bool = False  # this generation has finished a step
     _last_snapshot: int = -1
     _step_time_s: float = 0.0
@@ -147,6 +156,10 @@ class Loop:
             if agreement.flags & STOP:
                 self._final_snapshot(step)
                 return "interrupted"
+            judged = judges_commit(self.job, step)
+            if judged:  # its figures are part of the commit
+                self.clock.end()
+                self._evaluate(step)
             self.clock.enter("snapshot")
             self._snapshot_if_due(step, agreement)
             self.clock.end()
@@ -155,7 +168,7 @@ class Loop:
                 probe.run()
                 self.clock.links(probe.links)
             self.tools.boundary(step, agreement.flags, self._flags_of_all)
-            if step % self.job.evaluate.interval_steps == 0:
+            if step % self.job.evaluate.interval_steps == 0 and not judged:
                 self._evaluate(step)
         if not math.isfinite(eval_loss := self._evaluate(last)):
             self.page.put(clean=-1)  # these weights reach no slot
@@ -184,6 +197,7 @@ class Loop:
         self.snapshots.wait_copied()  # the optimizer overwrites what a snapshot still reads
         self.clock.enter("other")
         rate = learning_rate(self.job.optimizer, step, self.job.steps)
+        self.evaluated.forget()
         if skipped:
             engine.skip_step()
         else:
@@ -193,6 +207,7 @@ class Loop:
             self.clock.enter("other")
         self._record(step, batch, agreement, rate, skipped)
         self.updates.passed(step, loss, skipped)
+        self._decide(step, None if skipped else loss)
         page.put(clean=step)
         self._step_time_s = time.monotonic() - began
         if not self._trained:
@@ -222,8 +237,10 @@ class Loop:
         """Count a step whose samples are not fed, as all ranks do by themselves: the spec says which."""
         self.page.computing_step = step
         self.page.phase("data")
+        self.evaluated.forget()
         self.engine.skip_step()
         self.updates.pass_over()
+        self._decide(step, None)
         global_batch = self.job.data.global_batch
         line = {
             "step": step,
@@ -239,6 +256,11 @@ class Loop:
         }
         self.tail.add(step, json.dumps(line, separators=(",", ":")))
         self.page.put(clean=step, step=step)
+
+    def _decide(self, step: int, loss: float | None) -> None:
+        """Let the curriculum decide by the step's loss, as all ranks do by themselves."""
+        if self.stages is not None and (words := self.stages.passed(step, loss)):
+            self.tell(words)
 
     def _contribution(self, step: int, batch: StepBatch, loss_sum: Tensor, grad_norm: Tensor) -> Contribution:
         """Collect what this rank tells the others at the end of a step."""
@@ -274,6 +296,8 @@ class Loop:
             "learning_rate": rate,
             "at_s": round(agreement.at_s, 3),
         }
+        if self.stages is not None:
+            line["stages"] = self.stages.begun(step)
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
         if changes := self.engine.adaptation.changes():
@@ -289,6 +313,8 @@ class Loop:
         self.snapshots.observe(agreement.sealed)
         self.page.put(
             tokens=batch.tokens_until,
+            padding_ratio=1 - batch.global_tokens / (global_batch * (batch.tokens.shape[-1] - 1)),
+            stage=batch.stage,
             learning_rate=rate,
             sealed=self.snapshots.sealed_step,
             complete=agreement.sealed,
@@ -312,22 +338,28 @@ class Loop:
             self.snapshots.begin(step, self.tail.lines(), pinned=pinned)
 
     def _evaluate(self, step: int) -> float:
-        """Measure the held-out loss, summed over all ranks."""
+        """Measure the held-out losses, summed over all ranks; returns that of the data's own part."""
         self.page.phase("evaluate")
         averaged = self.job.evaluate.weights == "ema"
         if averaged:
             self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
-        loss = self._held_out(averaged)
+        sets = [self.eval_batches, *self.eval_sets]
+        sums = [self.engine.evaluate(batches, averaged)[0] for batches in sets]
+        if self.job.meta.on:  # of tasks before their inner steps too
+            sets.append(self.eval_batches)
+            sums.append(self.engine.evaluate(self.eval_batches, averaged, adapted=False)[0])
+        totals = summed(sums, self.layout, self.device)
+        self.check_peers()  # no step's number tells these numbers from those of the last time
+        counts = [sum(batch.loss_tokens for batch in batches) for batches in sets]
+        loss, *others = (total / count for total, count in zip(totals, counts, strict=True))
         if self.job.meta.on:
-            self.page.put(eval_loss_before=self._held_out(averaged, adapted=False))
+            self.page.put(eval_loss_before=others.pop())
+        self.evaluated.note(dict(zip(figures(self.job), (loss, *others), strict=False)))
+        if others:
+            held = {f"eval_set_{at}": each for at, each in enumerate(others)}
+            self.page.put(eval_sets=len(others), **held)
         self.page.put(eval_loss=loss, eval_step=step)
         return loss
-
-    def _held_out(self, averaged: bool, adapted: bool = True) -> float:
-        """Return the mean held-out loss; of tasks after their inner steps, or before."""
-        loss_sum, tokens = self.engine.evaluate(self.eval_batches, averaged, adapted)
-        agreement = self._exchange_apart(Contribution(loss_sum, float(tokens)))
-        return agreement.loss_sum / sum(batch.loss_tokens for batch in self.eval_batches)
 
     def _flags_of_all(self) -> int:
         """Exchange flags between steps; those that are raised once stay raised for the next step's.

@@ -35,7 +35,7 @@ class MicroBatcher:
     ) -> None:
         self._device, self._dtype = device, master_dtype(job)
         self._weighted, self._with_targets = weighted, job.kernels.loss == "linear"
-        self._document_end = job.data.document_end if job.data.keeps_documents_apart else None
+        self._document_end = job.data.document_end if job.data.document_masks else None
         self._kept: Tensor | None = None  # positions of a row that this rank computes; None: all
         if layout.cp > 1:
             shard = SequenceShard(job.data.sequence_length, layout.cp, cp_index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from blake3 import blake3
@@ -18,7 +18,14 @@ from picotron_ray.checkpoint.storage.base import Storage, clock_s
 from picotron_ray.checkpoint.storage.deadline import LISTED_AT_ONCE
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.commit_ledger import NewLedger, Read, joined, new_ledger, reader
-from picotron_ray.checkpoint.store.manifest import ChunkInfo, Manifest, Segment, StoredShard, check
+from picotron_ray.checkpoint.store.manifest import (
+    EVALUATION,
+    ChunkInfo,
+    Manifest,
+    Segment,
+    StoredShard,
+    check,
+)
 from picotron_ray.checkpoint.store.outline import Outline
 from picotron_ray.checkpoint.store.upload_part import UploadPart, unsure_chunks
 from picotron_ray.errors import AlreadyExistsError, PartsGoneError, StorageError
@@ -36,6 +43,7 @@ class Stored:
         segments: of the ledger since the parent.
         intents: to be removed once it is committed.
         unproven: steps whose ledger lines are lost, in words; "" where none is.
+        figures: of the evaluation at the commit's step, by name; empty where there was none.
     """
 
     key: str
@@ -44,6 +52,7 @@ class Stored:
     intents: tuple[str, ...]
     written_bytes: int
     unproven: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class Assembler:
@@ -90,6 +99,7 @@ class Assembler:
             intents=tuple(part.intent for part in self._parts),
             written_bytes=sum(part.written_bytes for part in self._parts),
             unproven=", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in new.unproven),
+            figures=dict(manifest.extra.get(EVALUATION, {})),
         )
 
     def _unsure(self, manifest: Manifest) -> dict[str, ChunkInfo]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.deadline import deletions_given_up
 from picotron_ray.checkpoint.store.assembly import Assembler, Stored
+from picotron_ray.checkpoint.store.best import FIGURES
 from picotron_ray.checkpoint.store.deletion import delete_settled
 from picotron_ray.checkpoint.store.in_use import InUse
 from picotron_ray.checkpoint.store.lineage import commits_on
@@ -123,6 +124,7 @@ def _body(outline: Outline, stored: Stored) -> dict[str, Any]:
     rows = [segment_row(segment) for segment in stored.segments]
     if rows:
         body |= {"segment": rows[0]} if len(rows) == 1 else {"segments": rows}
+    body |= {FIGURES: stored.figures} if stored.figures else {}
     return body | ({"unproven": stored.unproven} if stored.unproven else {})
 
 

@@ -55,6 +55,7 @@ from typing import Any, NamedTuple
 
 from picotron_ray.checkpoint.storage.base import Storage, StoredObject, clock_s, get_json
 from picotron_ray.checkpoint.store import condemned as condemned_lists
+from picotron_ray.checkpoint.store.best import best_commit
 from picotron_ray.checkpoint.store.chunks import chunk_key
 from picotron_ray.checkpoint.store.condemned import in_batches
 from picotron_ray.checkpoint.store.deletion import Deleted, delete_listed
@@ -130,8 +131,8 @@ def retained(
     """Commits that retention keeps.
 
     Those are the newest ones that count (the ledger continues at the last of them), those that the next
-    rewind may go back to, the newest ones of all, those at multiples of ``keep_every_steps``, and those that
-    a user wants to go back to.
+    rewind may go back to, the newest ones of all, those at multiples of ``keep_every_steps``, those that
+    a user wants to go back to, and the best one by ``keep_best``.
 
     Args:
         damaged: numbers of entries whose manifest cannot be read; they are not kept and fill no place.
@@ -146,6 +147,8 @@ def retained(
     for generation in _newest_generations(log, commits):
         counting = commits_on(log.entries(), commits, generation)
         keep |= {entry.seq for entry in counting[-config.keep_last :]}
+        if config.keep_best and (best := best_commit(log, commits, generation, config.keep_best)):
+            keep.add(best.seq)
         if reach_steps and counting:
             bad_step = counting[-1].body["step"] + 1
             early = [e.body["step"] for e in counting if e.body["step"] <= bad_step - reach_steps]

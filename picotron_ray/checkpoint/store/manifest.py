@@ -26,6 +26,8 @@ UPDATES = "update_policy"
 INITIAL_WEIGHTS = "initial_weights"
 """Key in ``extra``: version of the values that the run began with (`models.layers.init`). Without it: 1, or
 the run began with weights from elsewhere."""
+EVALUATION = "evaluation"
+"""Key in ``extra``: figures of the evaluation of this very state, by name (`train.evaluation`)."""
 LINE_BYTES = 4 << 20  # most, of a ledger's line: one step
 MANIFEST_BYTES = 1 << 30  # most; a model of 70 billion parameters takes some 50 MiB
 _ADDRESS = re.compile(r"[0-9a-f]{64}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from picotron_ray.config.schema.base import Section
+from picotron_ray.config.schema.curriculum import CurriculumConfig
 
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
+DEFAULT_LENGTH = 128
 
 
 class SourceConfig(Section):
@@ -106,47 +108,88 @@ class DataConfig(SourceConfig):
         default=(),
         description="several sources, instead of source and path; each row is of one of them",
     )
-    sequence_length: int = Field(default=128, ge=1, description="tokens per sample that are predicted")
+    sequence_length: int = Field(
+        default=DEFAULT_LENGTH, ge=1, description="tokens per sample that are predicted"
+    )
     global_batch: int = Field(
         default=32, ge=1, description="samples per optimizer step, the same at every layout"
+    )
+    global_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per optimizer step, padding included, instead of global_batch: a multiple of"
+        " sequence_length",
     )
     held_out_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of documents kept for evaluation"
     )
-    batching: Literal["fixed", "packed"] = Field(
+    batching: Literal["fixed", "packed", "buckets"] = Field(
         default="fixed",
         description="fixed: rows are cut from one stream, wherever documents begin; packed: rows hold whole"
-        " documents side by side, which do not see each other, each from position 0; what is left of a row"
-        " is padding, which counts nowhere",
+        " documents side by side, which do not see each other, each from position 0; buckets: the same, but"
+        " a row's documents are of one length bucket, each in a slot of its own; what is left of a row or"
+        " slot is padding, which counts nowhere",
     )
     long_documents: Literal["split", "truncate", "drop"] | None = Field(
         default=None,
-        description="packed: what becomes of documents longer than sequence_length + 1 tokens: split into"
-        " several, truncate to their beginning, or drop; without it they are refused",
+        description="packed, buckets: what becomes of documents longer than sequence_length + 1 tokens, or"
+        " the widest slot: split into several, truncate to their beginning, or drop; without it they are"
+        " refused",
+    )
+    buckets: tuple[int, ...] = Field(
+        default=(),
+        description="buckets: tokens of a slot in each, ascending; none: sequence_length + 1 and its halves"
+        " down to 16",
+    )
+    max_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="packed, buckets: documents per optimizer step at most, shared evenly by its rows; null:"
+        " as many as fit",
     )
     document_masks: bool = Field(
         default=False,
         description="a token attends only to tokens of its own document within the sample; loss and order of"
         " samples stay",
     )
+    curriculum: CurriculumConfig = Field(
+        default_factory=CurriculumConfig, description="easy rows first, by stages"
+    )
     prefetch_steps: int = Field(default=2, ge=1, description="steps loaded ahead, off the critical path")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_of_tokens(cls, values: Any) -> Any:
+        """Take the rows of a step from its tokens; what does not fit together is the rules' to say."""
+        given = values if isinstance(values, dict) else {}
+        tokens, length = given.get("global_tokens"), given.get("sequence_length", DEFAULT_LENGTH)
+        if type(tokens) is int and type(length) is int and length > 0 and "global_batch" not in given:
+            return {**given, "global_batch": max(1, tokens // length)}
+        return values
+
+    @property
+    def finds_documents(self) -> bool:
+        """Whether it matters where in the tokens documents end."""
+        return self.document_masks or self.batching != "fixed"
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether a token attends only to tokens of its own document."""
-        return self.document_masks or self.batching == "packed"
+        """Whether a token attends only to tokens of its own document, or of its piece of the row."""
+        return self.finds_documents or bool(self.curriculum.widths(self.sequence_length))
 
     @property
     def leaves_out(self) -> bool:
         """Whether some targets count in no loss: masked ones, or padding."""
         masked = any(source.loss_mask for source in self.named_sources.values())
-        return masked or self.batching == "packed"
+        return masked or self.batching != "fixed"
 
     @property
     def asks_apart(self) -> tuple[str, str]:
         """Key and value that keep documents apart, where something does."""
-        if self.batching == "packed":
-            return "data.batching", "packed"
+        if self.batching != "fixed":
+            return "data.batching", self.batching
+        if self.curriculum.widths(self.sequence_length):
+            return "data.curriculum.stages", "pieces of a stage's sequence_length"
         return "data.document_masks", str(self.document_masks).lower()
 
     @property

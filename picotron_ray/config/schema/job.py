@@ -21,6 +21,7 @@ from picotron_ray.config.schema.compute import (
 )
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.debug import DebugConfig
+from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.schema.memory import MemoryConfig
 from picotron_ray.config.schema.meta import MetaConfig
 from picotron_ray.config.schema.model import ModelConfig
@@ -29,7 +30,6 @@ from picotron_ray.config.schema.service import (
     CheckpointConfig,
     ClusterConfig,
     ElasticConfig,
-    EvaluateConfig,
     InitFromConfig,
     MetricsConfig,
     RunName,

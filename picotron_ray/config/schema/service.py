@@ -257,6 +257,11 @@ class CheckpointConfig(Section):
     keep_every_steps: int | None = Field(
         default=None, ge=1, description="also keep commits at multiples of this step"
     )
+    keep_best: str | None = Field(
+        default=None,
+        description="figure whose lowest value marks a commit that is kept too: eval_loss, or eval_loss/NAME"
+        " of a held-out set; a commit has those of the evaluation at its own step; null: none",
+    )
     codec: Literal["none", "zstd"] = Field(default="none", description="lossless compression of chunks")
     gc_grace_s: float = Field(
         default=3600.0, ge=0, description="time between condemning a chunk and deleting it"
@@ -291,28 +296,6 @@ class InitFromConfig(Section):
         default=False,
         description="take the optimizer's moments too; false: weights alone, moments start at zero. Step"
         " count, learning-rate schedule and samples start anew either way",
-    )
-
-
-class EvaluateConfig(Section):
-    """Loss on held-out data.
-
-    Example::
-
-        evaluate:
-          interval_steps: 100
-          samples: 256
-    """
-
-    interval_steps: int = Field(
-        default=50, ge=1, description="steps between evaluations; the last step is always evaluated"
-    )
-    samples: int = Field(
-        default=64, ge=1, description="held-out samples per evaluation, always the same ones"
-    )
-    weights: Literal["trained", "ema"] = Field(
-        default="trained",
-        description="weights that are evaluated: as trained, or their moving average (optimizer.ema_decay)",
     )
 
 

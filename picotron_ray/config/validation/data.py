@@ -13,8 +13,13 @@ from picotron_ray.config.support.mixture import MOST_SOURCES, quotas, weight_at
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
 
+def _every_source(job: JobConfig) -> dict[str, SourceConfig]:
+    """Sources of training, and of evaluation."""
+    return {**job.data.named_sources, **job.evaluate.named_sources}
+
+
 def _source(job: JobConfig) -> Iterator[Problem]:
-    for at, source in job.data.named_sources.items() if not job.meta.on else ():
+    for at, source in _every_source(job).items() if not job.meta.on else ():
         yield from _source_of(job, at, source)
 
 
@@ -39,7 +44,7 @@ def _source_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Proble
 
 
 def _loss_mask(job: JobConfig) -> Iterator[Problem]:
-    for at, source in job.data.named_sources.items():
+    for at, source in _every_source(job).items():
         yield from _mask_of(at, source)
 
 
@@ -72,12 +77,12 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
     if data.keeps_documents_apart and job.model.builder is not None:
         text = f"saw {seen}; a model of your own attends as it was built: leave it out"
         yield Problem(asking, text, ("model.builder",))
-    if data.long_documents is not None and data.batching != "packed":
+    if data.long_documents is not None and data.batching == "fixed":
         text = f"saw {data.long_documents} with data.batching={data.batching}, whose rows part documents"
         yield Problem("data.long_documents", f"{text} wherever they end; drop it", ("data.batching",))
-    for at, source in data.named_sources.items():
+    for at, source in _every_source(job).items():
         yield from _end_of(job, at, source)
-    ends = {source.document_end for source in data.named_sources.values()}
+    ends = {source.document_end for source in _every_source(job).values()}
     if data.document_masks and data.batching == "fixed" and len(ends) > 1:
         text = f"saw true with sources whose documents end with other ids ({', '.join(map(str, ends))});"
         yield Problem("data.document_masks", f"{text} say data.batching=packed", ("data.sources",))
@@ -91,12 +96,35 @@ def _end_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Problem]:
             text = f"saw {end} with {named}={source.source}, which ends documents by itself; drop it"
             yield Problem(key, text, (named,))
     elif end is None:
-        if job.data.keeps_documents_apart:
+        if job.data.finds_documents:
             text = f"saw null with {asking}={seen}; say which id ends a document in these token files"
             yield Problem(key, text, (named, asking))
     elif end >= vocabulary:
         text = f"saw {end}, expected an id below model.vocab_size={vocabulary}"
         yield Problem(key, text, (named, "model.vocab_size"))
+
+
+def _batching(job: JobConfig) -> Iterator[Problem]:
+    data, named = job.data, "data.batching"
+    rows, tokens = data.global_batch, data.global_tokens
+    if tokens is not None and tokens != rows * data.sequence_length:
+        text = f"saw {tokens}, expected global_batch={rows} rows of {data.sequence_length} tokens; give a"
+        text += f" multiple of {data.sequence_length}, without data.global_batch"
+        yield Problem("data.global_tokens", text, ("data.sequence_length", "data.global_batch"))
+    if data.buckets and data.batching != "buckets":
+        text = f"saw {list(data.buckets)} with {named}={data.batching}; say {named}=buckets, or drop them"
+        yield Problem("data.buckets", text, (named,))
+    room = data.sequence_length + 1
+    rising = list(data.buckets) == sorted(set(data.buckets))
+    if data.buckets and not (rising and data.buckets[0] >= 2 and data.buckets[-1] <= room):
+        text = f"saw {list(data.buckets)}, expected ascending slots of 2 to {room} tokens"
+        yield Problem("data.buckets", f"{text} (data.sequence_length + 1)", ("data.sequence_length",))
+    if data.max_batch_size is not None and data.batching == "fixed":
+        text = f"saw {data.max_batch_size} with {named}=fixed, whose rows are no documents; say"
+        yield Problem("data.max_batch_size", f"{text} data.global_batch instead", (named,))
+    elif data.max_batch_size is not None and data.max_batch_size < rows:
+        text = f"saw {data.max_batch_size}, expected at least data.global_batch={rows}: each row holds one"
+        yield Problem("data.max_batch_size", text, ("data.global_batch",))
 
 
 def _mixture(job: JobConfig) -> Iterator[Problem]:
@@ -137,4 +165,10 @@ def _weights_of(source: MixedSource) -> Iterator[Problem]:
         yield Problem(key, f"saw step {min(weights)}, expected steps from 0 on", ())
 
 
-RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (_source, _loss_mask, _documents, _mixture)
+RULES: tuple[Callable[[JobConfig], Iterator[Problem]], ...] = (
+    _source,
+    _loss_mask,
+    _documents,
+    _batching,
+    _mixture,
+)

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from picotron_ray.config.support.mixture import CYCLE
-from picotron_ray.data.shuffle import Index, sample_index, samples_between
+from picotron_ray.data.plan.order import SampleOrder
+from picotron_ray.data.shuffle import Index, sample_index
 
 MIXTURE_VERSION = 2
 """Version of the order: changing anything here changes every run of the same seed."""
@@ -118,21 +119,19 @@ def _cycle(
 
 @dataclass(frozen=True, slots=True)
 class MixturePlan:
-    """Order version 2: rows of several sources, each shuffled anew in each of its own epochs.
+    """Order version 2: rows of several sources, each in its own order.
 
     A sample's number counts the samples of the sources before its own, and those before it there.
 
     Fields:
         global_batch: rows of a step.
-        seeds: of each source's permutations; they follow from the run's seed and the source's name, so that
-            the order within a source does not depend on the others.
-        counts: samples of each source's epoch.
+        orders: of each source's samples; their seeds follow from the run's seed and the source's name, so
+            that the order within a source does not depend on the others.
         mixture: from which source each row comes.
     """
 
     global_batch: int
-    seeds: tuple[int, ...]
-    counts: tuple[int, ...]
+    orders: tuple[SampleOrder, ...]
     mixture: Mixture
 
     def numbers(self, step: int) -> tuple[int, int]:
@@ -144,21 +143,22 @@ class MixturePlan:
         sources, numbers = self.mixture.deal(first, last)
         found = np.empty(len(numbers), np.int64)
         before = 0
-        for source, (seed, count) in enumerate(zip(self.seeds, self.counts, strict=True)):
+        for source, order in enumerate(self.orders):
             mine = sources == source
             if mine.any():  # the rows of one source are dealt in order
                 low, high = int(numbers[mine][0]), int(numbers[mine][-1]) + 1
-                found[mine] = before + samples_between(seed, low, high, count)
-            before += count
+                found[mine] = before + order.samples(low, high)
+            before += order.count
         return found
 
     def dry_step(self, source: int, steps: int) -> int | None:
         """Return the step that needs more rows of a source than one epoch has; None: none of ``steps``."""
-        if self.mixture.used(steps * self.global_batch)[source] <= self.counts[source]:
+        count = self.orders[source].count
+        if self.mixture.used(steps * self.global_batch)[source] <= count:
             return None
         low, high = 0, steps  # enough after low, too many after high
         while high - low > 1:
             middle = (low + high) // 2
-            enough = self.mixture.used(middle * self.global_batch)[source] <= self.counts[source]
+            enough = self.mixture.used(middle * self.global_batch)[source] <= count
             low, high = (middle, high) if enough else (low, middle)
         return high

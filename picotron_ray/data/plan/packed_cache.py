@@ -1,7 +1,7 @@
 """Packed rows of a token stream, made once per node and memory-mapped by every worker.
 
-``<cache>/packed-<key>/{starts,lengths,offsets,order}.npy`` and ``meta.json``. The key is a hash of what
-decides: the stream's digest, the seed, the row's length and what becomes of long documents.
+``<cache>/packed-<key>/{starts,lengths,offsets,order,slots}.npy`` and ``meta.json``. The key is a hash of what
+decides: the stream's digest, the seed, the row's length, its slots and what becomes of long documents.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import xxhash
 
 from picotron_ray.data.cache_folder import open_or_make
 from picotron_ray.data.memmap import SCAN_TOKENS
+from picotron_ray.data.plan.buckets import fill_buckets
 from picotron_ray.data.plan.packing import LongDocuments, Numbers, PackedRows, Pieces, pack, pieces_of
 from picotron_ray.data.samples import Tokens
 from picotron_ray.errors import DataError
 
-VERSION = 1
-_ARRAYS = ("starts", "lengths", "offsets", "order")
+VERSION = 2
+"""Version of the files."""
+ROWS_VERSION = 1
+"""Version of the rows: changing how they are made changes every run of the same seed."""
+_ARRAYS = ("starts", "lengths", "offsets", "order", "slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class PackRequest:
         sequence_length: predicted tokens of a row.
         seed: of the order in which documents are taken.
         long_documents: what becomes of those that no row holds; None: they are refused.
+        widths: slots of length buckets, ascending (`buckets`); none: documents follow each other.
+        most: documents of a row at most; None: as many as fit.
     """
 
     digest: str
@@ -40,10 +46,25 @@ class PackRequest:
     sequence_length: int
     seed: int
     long_documents: LongDocuments | None
+    widths: tuple[int, ...] = ()
+    most: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a document in a row."""
+        return self.widths[-1] if self.widths else self.sequence_length + 1
+
+    @property
+    def way(self) -> str:
+        """Name how rows are made of a stream."""
+        most = "" if self.most is None else f"/at most {self.most}"
+        if self.widths:
+            return f"buckets {self.widths}/{self.long_documents}{most}/{ROWS_VERSION}"
+        return f"packed/{self.long_documents}{most}/{ROWS_VERSION}"
 
     @property
     def key(self) -> str:
-        words = (VERSION, self.digest, self.end, self.sequence_length, self.seed, self.long_documents)
+        words = (VERSION, self.digest, self.end, self.sequence_length, self.seed, self.way)
         return xxhash.xxh3_128_hexdigest(json.dumps(words).encode())
 
 
@@ -68,25 +89,33 @@ def document_borders(tokens: Tokens, end: int) -> Numbers:
 
 def _build(tokens: Tokens, request: PackRequest, folder: Path) -> None:
     """Pack into an empty folder."""
-    room = request.sequence_length + 1
+    room = request.room
     borders = document_borders(tokens, request.end)
     longest = int(np.diff(borders).max()) if len(borders) > 1 else 0
     if longest > room and request.long_documents is None:
         count = int((np.diff(borders) > room).sum())
         raise DataError(
-            f"data.long_documents: {count} documents are longer than the {room} tokens of a row, the longest"
-            f" has {longest}; say split, truncate or drop, or give a larger data.sequence_length"
+            f"data.long_documents: {count} documents are longer than the {room} tokens that one may have, the"
+            f" longest has {longest}; say split, truncate or drop, or give a larger data.sequence_length"
         )
     pieces = pieces_of(borders, room, request.long_documents or "split")
     if not len(pieces.lengths):
         raise DataError("data.batching: no document has two tokens and fits a row, so there is none to pack")
-    rows = pack(pieces.lengths, room, request.seed)
-    arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order)
+    rows = _rows(pieces, request)
+    slots = np.zeros(0, np.int64) if rows.slots is None else rows.slots
+    arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order, slots)
     for name, array in zip(_ARRAYS, arrays, strict=True):
         np.save(folder / f"{name}.npy", array)
     sizes = {name: len(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
     meta = {"cut": pieces.cut, "parted": pieces.parted, "sizes": sizes}
     (folder / "meta.json").write_text(json.dumps(meta) + "\n", "utf-8")
+
+
+def _rows(pieces: Pieces, request: PackRequest) -> PackedRows:
+    if request.widths:
+        room = request.sequence_length + 1
+        return fill_buckets(pieces.lengths, room, request.seed, request.widths, request.most)
+    return pack(pieces.lengths, request.room, request.seed, request.most)
 
 
 def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
@@ -100,5 +129,5 @@ def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
         return None
     if [len(array) for array in arrays] != sizes or {array.dtype for array in arrays} != {np.dtype("i8")}:
         return None
-    starts, lengths, offsets, order = arrays
-    return Pieces(starts, lengths, cut, parted), PackedRows(offsets, order)
+    starts, lengths, offsets, order, slots = arrays
+    return Pieces(starts, lengths, cut, parted), PackedRows(offsets, order, slots if len(slots) else None)

@@ -46,32 +46,25 @@ class PackedSamples:
         """Tokens of the given samples, ``[len(samples), sequence_length + 1]``, int64."""
         out = np.full((len(samples), self.sequence_length + 1), self.padding, np.int64)
         for row, sample in enumerate(samples.tolist()):
-            at = 0
-            for start, length in self._stretches(sample):
+            for at, start, length in self._stretches(sample):
                 out[row, at : at + length] = self.tokens[start : start + length]
-                at += length
         return out
 
     def counted(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Mask of the targets that count in the given samples, ``[len(samples), sequence_length]``."""
         out = np.zeros((len(samples), self.sequence_length), np.bool_)
         for row, sample in enumerate(samples.tolist()):
-            at = 0
-            for start, length in self._stretches(sample):
+            for at, start, length in self._stretches(sample):
                 mine = slice(at, at + length - 1)  # the target in place i is the row's token i + 1
                 out[row, mine] = True if self.mask is None else self.mask[start + 1 : start + length]
-                at += length
         return out
 
     def documents(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Number of each input's piece within its row."""
-        out = np.empty((len(samples), self.sequence_length), np.int32)
+        out = np.full((len(samples), self.sequence_length), PADDING, np.int32)
         for row, sample in enumerate(samples.tolist()):
-            at = number = 0
-            for _, length in self._stretches(sample):
+            for number, (at, _, length) in enumerate(self._stretches(sample)):
                 out[row, at : at + length] = number
-                at, number = at + length, number + 1
-            out[row, at:] = PADDING
         return out
 
     def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int]:
@@ -84,7 +77,7 @@ class PackedSamples:
         """Say how full the rows are, and what became of long documents."""
         lengths, room = self.pieces.lengths, self.sequence_length + 1
         full = float(lengths.sum()) / (self.samples * room)
-        words = f"{len(lengths)} documents or parts of them packed into {self.samples} rows of {room} tokens"
+        words = f"{len(lengths)} documents or parts of them put into {self.samples} rows of {room} tokens"
         words += f", {full:.1%} full"
         if self.pieces.cut:
             words += f"; {self.pieces.cut} documents were cut or left out as too long"
@@ -92,8 +85,12 @@ class PackedSamples:
             words += f"; {self.pieces.parted} longer ones were split"
         return words
 
-    def _stretches(self, sample: int) -> list[tuple[int, int]]:
-        """Start and length of a row's pieces."""
+    def _stretches(self, sample: int) -> list[tuple[int, int, int]]:
+        """Place in the row, start in the stream, and length of a row's pieces."""
         mine = self.packed.row(sample)
         starts, lengths = self.pieces.starts[mine], self.pieces.lengths[mine]
-        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
+        if self.packed.slots is None:
+            places = np.cumsum(lengths) - lengths
+        else:
+            places = np.arange(len(mine)) * self.packed.slots[sample]
+        return list(zip(places.tolist(), starts.tolist(), lengths.tolist(), strict=True))

@@ -83,10 +83,13 @@ class PackedRows:
     Fields:
         offsets: int64 ``[rows + 1]``; row ``i`` holds ``order[offsets[i] : offsets[i + 1]]``.
         order: int64, numbers of pieces, row after row.
+        slots: int64 ``[rows]``, tokens between the beginnings of a row's pieces; None: they follow each
+            other.
     """
 
     offsets: Numbers
     order: Numbers
+    slots: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -96,8 +99,8 @@ class PackedRows:
         return self.order[self.offsets[number] : self.offsets[number + 1]]
 
 
-def pack(lengths: Numbers, room: int, seed: int) -> PackedRows:
-    """Pack pieces into rows of ``room`` tokens.
+def pack(lengths: Numbers, room: int, seed: int, most: int | None = None) -> PackedRows:
+    """Pack pieces into rows of ``room`` tokens, at most ``most`` of them into one; None: as many as fit.
 
     >>> rows = pack(np.array([5, 3, 2, 6]), room=8, seed=0)
     >>> sorted(sorted(rows.row(at).tolist()) for at in range(len(rows)))
@@ -105,13 +108,13 @@ def pack(lengths: Numbers, room: int, seed: int) -> PackedRows:
     """
     if len(lengths) and int(lengths.max()) > room:
         raise ValueError(f"saw a piece of {int(lengths.max())} tokens, expected at most {room}")
-    closed = list(_rows(lengths, room, seed))
+    closed = list(_rows(lengths, room, seed, most or room))
     counts = np.fromiter(map(len, closed), np.int64, len(closed))
     order = np.fromiter((piece for row in closed for piece in row), np.int64, int(counts.sum()))
     return PackedRows(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), order)
 
 
-def _rows(lengths: Numbers, room: int, seed: int) -> Iterator[list[int]]:
+def _rows(lengths: Numbers, room: int, seed: int, most: int) -> Iterator[list[int]]:
     """Yield rows as they are closed."""
     waiting: list[tuple[int, int]] = []  # room left and a number that tells equal ones apart, ascending
     rows: dict[int, list[int]] = {}
@@ -127,7 +130,7 @@ def _rows(lengths: Numbers, room: int, seed: int) -> Iterator[list[int]]:
                 left, number, made = room, made, made + 1
                 rows[number] = []
             rows[number].append(piece)
-            if left - size >= 2:
+            if left - size >= 2 and len(rows[number]) < most:
                 insort(waiting, (left - size, number))
             else:
                 yield rows.pop(number)

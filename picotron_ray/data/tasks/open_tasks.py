@@ -23,17 +23,19 @@ PROBED = 4
 """Tasks of each stream that the fingerprint sees, for a family whose code has changed."""
 
 
-def open_data(job: JobConfig, cache_dir: Path, steps: int = 0) -> DataSplits:
+def open_data(job: JobConfig, cache_dir: Path, steps: int = 0, *, evaluated: bool = False) -> DataSplits:
     """Open a run's data: its dataset, or its tasks where it learns from tasks.
 
     Args:
         cache_dir, steps: as `build_dataset` has them.
+        evaluated: whether held-out sets are opened too.
 
     Raises:
         DataError: as `build_dataset` does; or tasks cannot be made, in one line.
     """
     if not job.meta.on:
-        return build_dataset(job.data, job.model.vocab_size, job.seed, cache_dir, steps)
+        evaluate = job.evaluate if evaluated else None
+        return build_dataset(job.data, job.model.vocab_size, job.seed, cache_dir, steps, evaluate)
     splits = open_tasks(job), open_tasks(job, held_out=True)
     probes = [token_digest(split.rows(split.first(PROBED))).hex() for split in splits]
     words = [VERSION, job.meta.tasks, job.meta.support, job.meta.query, job.seed, probes]

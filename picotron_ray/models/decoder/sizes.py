@@ -110,6 +110,7 @@ def decoder_sizes(
         whole_embed=_count(spec for spec in embed if spec.tp_dim is None),
         whole_head=0,
         activations=attention.activations + hidden_layer.activations,
+        hidden_layer=hidden_layer.activations,
         products=attention.products + hidden_layer.products,
         # Of the hidden layer one, and a few of the residual stream.
         at_work=6 * model.hidden_size + hidden_layer.inner,

@@ -83,6 +83,7 @@ def _summary(account: Account) -> str:
         "Step": f"{account['step']} of {account['steps'] or '?'}",
         "Loss": _figure(account["loss"], ".4f"),
         "Held-out loss": _figure(account["eval_loss"], ".4f"),
+        **{f"Loss on {name}": _figure(loss, ".4f") for name, loss in account.get("eval_sets", {}).items()},
         "Bigram baseline": _figure(account["baseline_loss"], ".4f"),
         "Goodput": _figure(account["goodput"], ".1%"),
         "Wall time": duration(account["wall_s"]),

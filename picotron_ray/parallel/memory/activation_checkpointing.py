@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -59,6 +60,20 @@ def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) ->
     return CheckpointPolicy.MUST_SAVE if op.name() in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class _OnlyKept(TorchDispatchMode):
+    """Mode of a second forward pass that lets torch match the operators alone whose results are kept.
+
+    What is made once for all layers (masks of documents) is made again where another micro-batch came in
+    between. To torch those operators would be more than the first pass had.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        if func.name() not in KEPT:
+            SAC_IGNORED_OPS.add(func)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _again(routers: Sequence[Any]) -> Iterator[None]:
     """Run a second forward pass, in which routers do not count tokens again."""
@@ -82,7 +97,7 @@ def _contexts(kind: RecomputeKind, routers: Sequence[Any]) -> tuple[Any, Any]:
     if kind == "full":
         return nullcontext(), _again(routers)
     forward, recompute = create_selective_checkpoint_contexts(_policy)
-    return forward, _both(recompute, _again(routers))
+    return forward, _both(_both(recompute, _OnlyKept()), _again(routers))
 
 
 def apply_recompute(

@@ -93,8 +93,13 @@ def _training(status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]
         "picotron_training_tokens_total": measured.tokens,
         "picotron_training_gradient_norm": page.get("grad_norm"),
         "picotron_training_learning_rate": page.get("learning_rate"),
+        "picotron_data_padding_ratio": page.get("padding_ratio"),
+        "picotron_data_curriculum_stage": page.get("stage"),
     }
     yield from (Sample(name, value) for name, value in figures.items() if value is not None)
+    for name, loss in status["eval_sets"].items():
+        if loss is not None:
+            yield Sample("picotron_training_eval_set_loss_nats", loss, {"set": name})
 
 
 def _checkpoints(measured: MetricFacts) -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite
@@ -152,6 +152,8 @@ class Facts:
     skipped_step: int = -1  # newest that was told of
     noted: Counter[str] = field(default_factory=Counter)  # events for people, by level
     evaluations: dict[int, float] = field(default_factory=dict)  # loss by step
+    set_evaluations: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """Loss of each held-out set beside, by step."""
     baseline_loss: float | None = None  # of the bigram baseline, as far as a worker has told it
     evidence: dict[str, str] = field(default_factory=dict)  # name of what was found, by generation
     plans: Counter[str] = field(default_factory=Counter)  # layouts taken: planned, default
@@ -178,6 +180,7 @@ class Facts:
         self.generations.append(record)
         self.adaptation.entered(record.reason, at_s)
         self.evaluations = {s: loss for s, loss in self.evaluations.items() if s <= record.start_step}
+        self.set_evaluations = {s: f for s, f in self.set_evaluations.items() if s <= record.start_step}
         del self.generations[1 : 1 - GENERATIONS_KEPT]  # the first one tells where the run began
         named = [at for at, one in enumerate(self.generations) if one.members is not None]
         kept = 0
@@ -209,6 +212,8 @@ class Facts:
             for name in ("eval_loss", "eval_loss_before"):
                 if not isfinite(page[name]):
                     page[name] = None  # as JSON has no NaN
+            if losses := page.get("eval_set_losses"):
+                page["eval_set_losses"] = [loss if isfinite(loss) else None for loss in losses]
             self.pages[page["worker"]] = page
         if pages:
             self.paged[node] = [page["worker"] for page in pages]
@@ -239,6 +244,7 @@ class Facts:
             step_times=self.step_times.copy(),
             noted=self.noted.copy(),
             evaluations=dict(self.evaluations),
+            set_evaluations=dict(self.set_evaluations),
             evidence=dict(self.evidence),
             plans=self.plans.copy(),
             changes=self.changes.copy(),
@@ -258,6 +264,22 @@ class Facts:
         now = None if newest is None else (newest.id.term, newest.id.n)
         told = [p for p in self.pages.values() if p["eval_step"] >= 0 and (p["term"], p["n"]) == now]
         return max(known + told, key=lambda found: found["eval_step"], default={})
+
+    def evaluated(self, page: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Take the held-out losses of a page of the newest generation.
+
+        Args:
+            names: of the sets beside (`config.support.evaluation.set_names`).
+        """
+        step = page["eval_step"]
+        if step >= 0 and page["eval_loss"] is not None:
+            self.evaluations[step] = page["eval_loss"]
+        if step >= 0 and (losses := page.get("eval_set_losses")):
+            self.set_evaluations[step] = dict(zip(names, losses, strict=False))
+
+    def newest_sets(self) -> dict[str, float | None]:
+        """Return the newest loss of each held-out set beside; empty while there is none."""
+        return self.set_evaluations[max(self.set_evaluations)] if self.set_evaluations else {}
 
     def count(self, level: str, kind: str, data: Mapping[str, Any]) -> None:
         """Count an event for people."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.storage_urls import redact_words
+from picotron_ray.config.support.evaluation import set_names
 from picotron_ray.coordinator import messages as m
 from picotron_ray.failures import FAILURE_RULES, FailureKind, explains
 from picotron_ray.observability.goodput import GoodputAccount
@@ -123,8 +124,7 @@ class RunRecord:
             return
         record.end_step = max(record.end_step, page["step"])
         self._facts.tokens = max(self._facts.tokens, page["tokens"])
-        if page["eval_step"] >= 0 and page["eval_loss"] is not None:
-            self._facts.evaluations[page["eval_step"]] = page["eval_loss"]
+        self._facts.evaluated(page, set_names(self._job))
         if page["skipped_step"] > self._facts.skipped_step:
             self._facts.skipped_step = page["skipped_step"]
             if text := self._bad_steps.line(page, self._job.data.global_batch):

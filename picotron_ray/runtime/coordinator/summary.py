@@ -71,6 +71,7 @@ def summary_of(
         "steps": facts.generations[-1].end_step if facts.generations else 0,
         "eval_loss": facts.newest_eval().get("eval_loss"),
         **loss_before(job, facts),
+        "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         "tokens_per_s": tokens / median if median and tokens else None,
         "mfu": None,  # needs the device's peak rate: unknown on a CPU
@@ -132,6 +133,7 @@ def training_status(job: JobConfig, facts: Facts) -> dict[str, Any]:
         "eval_loss": newest_eval.get("eval_loss"),
         "eval_step": newest_eval.get("eval_step"),
         **loss_before(job, facts),
+        "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         "failures": failure_entries(facts),
     }

@@ -58,11 +58,17 @@ def beside_loss(seen: dict[str, Any]) -> str:
     return f"bigram {number(seen.get('baseline_loss'))}"
 
 
+def set_losses(told: dict[str, Any]) -> list[str]:
+    """Say the loss of each held-out set beside, from a run's status or summary."""
+    return [f"{name} {number(loss)}" for name, loss in (told.get("eval_sets") or {}).items()]
+
+
 def progress_line(status: dict[str, Any]) -> str:
     """One line: step, loss, tokens/s, layout, members."""
     parts = [f"step {status['step']}/{status['steps']}", f"loss {number(status['loss'])}"]
     if status.get("eval_loss") is not None:
         parts.append(f"eval_loss {number(status['eval_loss'])} ({beside_loss(status)})")
+        parts += set_losses(status)
     parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
     where = f"{status['layout'] or '-'} on {len(status['members'])} workers"
     parts.append(f"{where} in {status['precision']}" if status.get("precision") else where)
@@ -136,6 +142,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     beside = f"({beside_loss(summary)})" if "eval_loss_before" in summary else baseline
     speed = f"{number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
     lines.append(f"eval_loss {number(summary.get('eval_loss'))}  {beside}  {speed}")
+    if sets := set_losses(summary):
+        lines.append(f"held-out sets: {', '.join(sets)}")
     measured = [one for one in summary.get("generations", ()) if one.get("measured_s")]
     if measured:
         last = measured[-1]

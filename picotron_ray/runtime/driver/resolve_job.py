@@ -26,7 +26,7 @@ from picotron_ray.runtime.driver.consent import NOT_ASKED, Consent
 from picotron_ray.runtime.driver.elsewhere import await_silence
 from picotron_ray.runtime.driver.resolve_start import settled_start
 from picotron_ray.runtime.driver.submission import Submission
-from picotron_ray.runtime.driver.time_left import with_time_left
+from picotron_ray.runtime.driver.time_left import check_deadline
 from picotron_ray.runtime.driver.user_paths import absolute_paths, is_relative
 from picotron_ray.runtime.ray_cluster import cleanup, local_ray, open_files
 
@@ -156,6 +156,12 @@ def _paths(at: ResolvedJob) -> ResolvedJob:
     return replace(at, job=changed(at.job, **absolute_paths(at.job, at.submission)), relative_url=url)
 
 
+def _deadline(at: ResolvedJob) -> ResolvedJob:
+    """Refuse a ``cluster.deadline`` that has passed. Touches: reads the clock."""
+    check_deadline(at.job.cluster.deadline)
+    return at
+
+
 def _own_model(at: ResolvedJob) -> ResolvedJob:
     """Fill ``model.built`` in where the job names a builder. Touches: builds it, in a process of its own."""
     if at.job.model.builder is None or at.job.model.built is not None:
@@ -203,7 +209,7 @@ def _data(at: ResolvedJob) -> ResolvedJob:
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     job = at.job
-    data = open_data(job, cache_folder(), job.steps)
+    data = open_data(job, cache_folder(), job.steps, evaluated=True)
     return replace(at, data=data).noting(*(f"data: {note}" for note in data.notes))
 
 
@@ -254,7 +260,7 @@ def _start(at: ResolvedJob) -> ResolvedJob:
     """Verify the commit that the run starts from, whole. Touches: reads both runs' storage."""
     from picotron_ray.runtime.run_storage.init_from import imported_note
 
-    at = _started_from(at, verify=True)
+    at = _init_from(at, verify=True)
     return at.noting(imported_note(at.job, _opened(at)))
 
 
@@ -330,12 +336,8 @@ def _room(at: ResolvedJob) -> ResolvedJob:
     return _moved(at, plan.in_overflow)
 
 
-def _init_from(at: ResolvedJob) -> ResolvedJob:
+def _init_from(at: ResolvedJob, verify: bool = False) -> ResolvedJob:
     """Settle the commit that the run starts from. Touches: reads both runs' storage."""
-    return _started_from(at, verify=False)
-
-
-def _started_from(at: ResolvedJob, verify: bool) -> ResolvedJob:
     step, record = settled_start(at.job, _opened(at), verify)
     init_from = at.job.init_from.model_copy(update={"step": step})
     return replace(at, job=changed(at.job, init_from=init_from), start=record)
@@ -357,7 +359,7 @@ def _opened(at: ResolvedJob) -> Storage:
 
 
 PATHS = ResolveStep("paths", _paths)
-DEADLINE = ResolveStep("deadline", with_time_left)
+DEADLINE = ResolveStep("deadline", _deadline)
 OWN_MODEL = ResolveStep("own model", _own_model)
 NODES = ResolveStep("nodes", _nodes)
 DATA = ResolveStep("data", _data)
@@ -375,15 +377,7 @@ FROM_WORDS = (PATHS, DEADLINE, OWN_MODEL)
 """From a valid config to a job that any process can read."""
 KNOWN_RUN = ResolveStep("known run", _known_run)
 """Before ``ON_THE_MACHINE``, and before what a dead Ray left is removed."""
-ON_THE_MACHINE = (
-    NODES,
-    *ROOM_HERE,
-    ResolveStep("services", _services),
-    STORAGE,
-    DATA,
-    START,
-    SAME_RUN,
-)
+ON_THE_MACHINE = (NODES, *ROOM_HERE, ResolveStep("services", _services), STORAGE, DATA, START, SAME_RUN)
 """Everything that can be refused before a process of the run is started; what takes long comes late."""
 ELSEWHERE = ResolveStep("elsewhere", _elsewhere)
 """Comes last before a process of the run is started."""

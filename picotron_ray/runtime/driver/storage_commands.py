@@ -8,12 +8,15 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.storage.open import open_storage
+from picotron_ray.checkpoint.store.best import FIGURES, best_commit
 from picotron_ray.checkpoint.store.gc import collect, rewind_reach
+from picotron_ray.checkpoint.store.lineage import newest_generation
 from picotron_ray.checkpoint.store.manifest import committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, stream_ledger, verify_all
 from picotron_ray.config.resume import check_resume
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.evaluation import EVAL_LOSS
 from picotron_ray.coordinator.fenced_end import GARBAGE
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.ledger import check
@@ -53,8 +56,12 @@ def list_commits(job: JobConfig) -> list[dict[str, Any]]:
     """Every commit that is kept, oldest first, with the size of its training state in bytes."""
     storage, log = _open(job)
     rows = []
+    metric = job.checkpoint.keep_best or EVAL_LOSS
+    newest = newest_generation(log)
+    best = best_commit(log, log.commits(), newest, metric) if job.checkpoint.keep_best and newest else None
     for entry in log.commits():
         row = {"seq": entry.seq, "step": entry.body["step"], "generation": _generation(entry.body)}
+        row |= {metric: entry.body.get(FIGURES, {}).get(metric), "best": entry is best}
         try:
             manifest = committed_manifest(storage, entry.body)
         except CorruptError as error:

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Protocol, TypeVar
 
-from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError
 from picotron_ray.observability.report.page import duration
 
 YEAR_S = 365.25 * 86_400
 
 
-class HasJob(Protocol):
-    """Value that a step takes and returns."""
-
-    @property
-    def job(self) -> JobConfig: ...
-
-
-At = TypeVar("At", bound=HasJob)
-
-
-def with_time_left(at: At) -> At:
-    """Raise ConfigError where ``cluster.deadline`` has passed. Touches: reads the clock."""
-    cluster = at.job.cluster
-    if cluster.deadline is None:
-        return at
+def check_deadline(deadline: str | None) -> None:
+    """Raise ConfigError where ``cluster.deadline`` has passed, or is no time. Touches: reads the clock."""
+    if deadline is None:
+        return
     try:
-        left_s = datetime.fromisoformat(cluster.deadline).timestamp() - time.time()
+        left_s = datetime.fromisoformat(deadline).timestamp() - time.time()
     except ValueError as error:
-        raise ConfigError(f"cluster.deadline: saw {cluster.deadline!r}: {error}") from None
+        raise ConfigError(f"cluster.deadline: saw {deadline!r}: {error}") from None
     if left_s <= 0:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         raise ConfigError(
-            f"cluster.deadline: saw {cluster.deadline}, which passed {_span(-left_s)} ago (it is {now});"
+            f"cluster.deadline: saw {deadline}, which passed {_span(-left_s)} ago (it is {now});"
             " expected a time to come, or null"
         )
-    return at
 
 
 def _span(seconds: float) -> str:

@@ -19,12 +19,10 @@ from picotron_ray.layout.shards import Shard
 from picotron_ray.models.families.registry import finetuned_table, is_adapter
 from picotron_ray.models.huggingface import names as hf
 from picotron_ray.runtime.run_storage import hf_assets
+from picotron_ray.runtime.run_storage.commit_weights import stored_names
 from picotron_ray.runtime.run_storage.hf_assets import IMPORTED
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 from picotron_ray.runtime.run_storage.peft_export import layers_in_peft, merged, write_adapter
-
-AVERAGED = "ema/"
-"""How the names of averaged weights begin (`checkpoint.torch_state`, which needs torch)."""
 
 
 def export_hf(
@@ -62,7 +60,7 @@ def export_hf(
     except NotFoundError as error:
         raise ConfigError(f"{error}; check name and storage.url") from error
     _check_same_model(job, found.manifest, storage)
-    stored = _stored(job, found.manifest, weights)
+    stored = stored_names(finetuned_table(job.model), found.manifest, weights)
     kept = hf_assets.load(storage)
     if adapter and len(_adapters(found.manifest, stored)) < sum(map(is_adapter, stored)):
         raise ConfigError(
@@ -127,24 +125,6 @@ def _check_same_model(job: JobConfig, manifest: Manifest, storage: Storage) -> N
                 f"{storage.where}: {spec.name}: saw shape {stored.get(spec.name)}, expected {spec.shape}, as"
                 " run.json's model has it"
             )
-
-
-def _stored(job: JobConfig, manifest: Manifest, weights: str) -> dict[str, str]:
-    """By the name of a parameter, the stored tensor that is exported for it. Raises ConfigError.
-
-    Averages of LoRA are A's and B's, as evaluation takes them: their product is not the average of products.
-    """
-    table = finetuned_table(job.model)
-    if weights == "trained":
-        return {spec.name: spec.name for spec in table}
-    there = manifest.tensors()
-    missing = [spec.name for spec in table if spec.trained and AVERAGED + spec.name not in there]
-    if missing:
-        raise ConfigError(
-            f"--weights: saw {weights}, but the commit of step {manifest.step} holds no average of"
-            f" {missing[0]}; train with optimizer.ema_decay first, or export trained"
-        )
-    return {spec.name: AVERAGED * spec.trained + spec.name for spec in table}
 
 
 def _tensors(

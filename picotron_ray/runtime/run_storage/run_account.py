@@ -34,6 +34,7 @@ def run_account(run: StoredRun) -> dict[str, Any]:
         "steps": run.config.get("steps"),
         "loss": newest_loss(run),
         "eval_loss": facts.newest_eval().get("eval_loss"),
+        "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         **told,
         "failures": failure_entries(facts),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from picotron_ray.runtime.worker.step_telemetry import generation_clock
 from picotron_ray.runtime.worker.storage_wait import StorageWait
 from picotron_ray.train.disturbance import batches_of
 from picotron_ray.train.engine import Engine, build_engine
+from picotron_ray.train.evaluation import Evaluated
 from picotron_ray.train.loop import Loop, Requests
 from picotron_ray.train.passes import silent
 from picotron_ray.train.snapshot import Snapshotter, SnapshotWriter, flush_bytes
@@ -65,14 +67,13 @@ class GenerationRun:
     """
 
     def __init__(self, resources: WorkerResources, spec: GenerationSpec, store: tuple[str, int]) -> None:
-        self.spec = spec
+        self.spec, self._resources = spec, resources
         self._job = resources.job_of(spec)
         self.outcome: Outcome | None = None
         self.done = threading.Event()
-        self._resources = resources
         self.rank = next(i for i, member in enumerate(spec.members) if member.worker == resources.worker)
-        self._requests = Requests()
-        self._updates = UpdatePolicy(self._job)
+        self._requests, self._evaluated = Requests(), Evaluated()
+        self._updates, self._stages = UpdatePolicy(self._job), resources.data.stage_record()
         self._interrupted = False
         self.copies: StateCopies | None = None
         self._initial_weights: int | None = None  # version of those that the run began with
@@ -163,7 +164,7 @@ class GenerationRun:
         if policy := self._engine.adapt(eval_batches):
             tell(spec, self.rank, policy_words(self._job.precision, policy))
         self._loader = BatchLoader(
-            resources.data.feed,
+            replace(resources.data.feed, stages=self._stages),
             layout=spec.layout,
             dp_index=at.dp,
             start_step=spec.resume_step,
@@ -185,10 +186,13 @@ class GenerationRun:
             engine=self._engine,
             loader=self._loader,
             eval_batches=eval_batches,
+            eval_sets=resources.data.set_batches(spec.layout, at.dp),
+            evaluated=self._evaluated,
             snapshots=self._snapshots,
             page=page,
             requests=self._requests,
             updates=self._updates,
+            stages=self._stages,
             tail=self._tail,
             start_step=spec.resume_step,
             passes_over=spec.passes_over,
@@ -261,9 +265,7 @@ class GenerationRun:
         storage = self._resources.storage()
         manifest = self._manifest(storage)
         if weights_only(manifest):
-            engine.initialise(
-                self._job.seed, self._resources.page.moved
-            )  # moments of zero; the weights are overwritten
+            engine.initialise(self._job.seed, self._resources.page.moved)  # zero moments; weights follow
         state = engine.imported(manifest.tensors()) if weights_only(manifest) else engine.state()
         try:
             restore(state, CommitSource(storage, manifest), self._resources.page.moved)
@@ -276,12 +278,15 @@ class GenerationRun:
     def _take_over(self, extra: Mapping[str, Any]) -> None:
         """Go on with what the restored state says of its past."""
         self._updates.restore(extra)
+        if self._stages is not None:
+            self._stages.restore(extra)
         self._initial_weights = extra.get(INITIAL_WEIGHTS)
 
     def _extra(self) -> dict[str, Any]:
         """Return what slots keep of this state's past, besides the ledger."""
-        known = self._initial_weights is not None
-        return self._updates.extra() | ({INITIAL_WEIGHTS: self._initial_weights} if known else {})
+        known = {} if self._initial_weights is None else {INITIAL_WEIGHTS: self._initial_weights}
+        stages = self._stages.extra() if self._stages else {}
+        return self._updates.extra() | known | stages | self._evaluated.extra()
 
     def _leave_if_asked(self) -> None:
         """Leave before the first step, where no exchange takes the request to stop."""
@@ -324,10 +329,7 @@ class GenerationRun:
         return any(owner(path) not in members for path in self._resources.folder.glob(f"*{SUFFIX}"))
 
     def _protected(self) -> SlotKey:
-        """Key of the state that this generation came from.
-
-        It must stay until a newer one is sealed everywhere.
-        """
+        """Key of the state that this generation came from, which stays until a newer one is sealed."""
         source = self.spec.source
         if source.kind == "slots" and source.generation is not None:
             return (source.generation.term, source.generation.n, source.step)

@@ -83,7 +83,7 @@ class Worker:
             choose_allocator(self._job.memory.allocator)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         process_log.place(partial(place_of, page, trace_of(self._job)))
-        data = open_data(self._job, cache_folder())
+        data = open_data(self._job, cache_folder(), evaluated=True)
         leave_note(path, worker, data.fingerprint)
         page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
         self._resources = WorkerResources(

@@ -20,8 +20,11 @@ from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.decoder.tensor_plan import mixture_modules
 from picotron_ray.models.families.registry import finetuned_table, is_adapter
+from picotron_ray.runtime.inference.decoding import logits_of
+from picotron_ray.runtime.inference.stored_model import find_model, load_model
 from picotron_ray.runtime.run_storage import hf_import
-from picotron_ray.runtime.run_storage.hf_export import AVERAGED, export_hf
+from picotron_ray.runtime.run_storage.commit_weights import AVERAGED
+from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf, model_section
 from picotron_ray.train.engine import build_engine
 from tests.support.gloo.hf_kit import TOKENS, job_for, make, transformers
@@ -73,6 +76,12 @@ def our_logits(job: JobConfig) -> torch.Tensor:
     return found
 
 
+def read_logits(job: JobConfig, tmp_path: Path, weights: str = "trained") -> torch.Tensor:
+    """Logits of the module that `picotron-ray generate` makes of the commit."""
+    found = find_model(str(tmp_path / "runs" / job.name), None, weights)
+    return logits_of(load_model(found, torch.device("cpu")), TOKENS).detach()
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(TOKENS).logits
@@ -118,6 +127,8 @@ def test_merged_and_adapter_say_the_same(
     assert changed == len(config["target_modules"])
     ours = our_logits(job)
     assert ((logits(found) - ours).norm() <= 1e-5 * ours.norm()) == (weights == "trained")
+    alone = read_logits(job, tmp_path, weights)
+    assert (logits(found) - alone).norm() <= 1e-5 * ours.norm()
     assert (logits(theirs) - ours).norm() > 0.01 * ours.norm()
 
 
@@ -144,6 +155,7 @@ def test_an_import_has_no_adapters_yet(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(tensor, found[name]) for name, tensor in theirs.state_dict().items())
     expected = logits(theirs)
     assert (our_logits(job) - expected).norm() <= 1e-5 * expected.norm()
+    assert (read_logits(job, tmp_path) - expected).norm() <= 1e-5 * expected.norm()
     with pytest.raises(ConfigError, match="has no adapters yet; take a later one"):
         export_hf(job, tmp_path / "adapter", None, "float32", 1 << 30, adapter=True)
     assert not (tmp_path / "adapter").exists()

@@ -96,6 +96,8 @@ def test_what_a_ring_keeps_and_sends(layout: Layout, precision: str, model: dict
         (Layout(pp=2, virtual_stages=2, schedule="interleaved-1f1b"), {}),
         (Layout(pp=2, tp=2, virtual_stages=2, schedule="zbv"), {}),
         (Layout(pp=2, stage_blocks=(1, 3), recompute="full"), {}),
+        (Layout(dp=2, pp=2, zero=1), {"tie_embeddings": True}),
+        (Layout(dp=4, zero=1, recompute="blocks-3"), {}),
         (Layout(dp=2, micro_batch=4, replica_rows=(6, 2), zero=2), {}),
         (Layout(dp=2, tp=2, zero=3, recompute="int8"), {}),
         (Layout(dp=2, micro_batch=2, pp=2, recompute="int8"), {}),

@@ -26,6 +26,7 @@ from picotron_ray.coordinator.messages import (
     SlotInfo,
     Source,
 )
+from picotron_ray.data.plan.sample_plan import Feed
 from picotron_ray.errors import (
     CorruptError,
     PeerLostError,
@@ -88,7 +89,12 @@ class Bench:
         self.policy: Any = None
         self.state: list[Any] = []
         self.loads: dict[int, tuple[int, ...]] = {}
-        data = SimpleNamespace(feed="tokens", eval_batches=lambda *words: self.note("eval batches", *words))
+        data = SimpleNamespace(
+            feed=Feed("tokens", "plan"),  # type: ignore[arg-type]
+            eval_batches=lambda *words: self.note("eval batches", *words),
+            set_batches=lambda *words: [],
+            stage_record=lambda: None,
+        )
         self.resources = WorkerResources(
             job=job(cluster__worker_memory_bytes=None),
             worker="w1",

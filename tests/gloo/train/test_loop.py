@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,8 @@ class Parts:
             digest=DIGEST,
             global_tokens=32,
             loss_tokens=32,
+            tokens=np.zeros((1, 4, 9)),
+            stage=0,
             tokens_until=32 * self.computing_step,
         )
 
@@ -159,6 +162,8 @@ def test_a_step_from_its_data_to_the_page(parts: Parts) -> None:
     assert made.run() == "finished"
     step = [*STEP[:-1], {"loss": 2.0, "grad_norm": 1.5}, STEP[-1]]
     figures = {
+        "padding_ratio": 0.0,
+        "stage": 0,
         "learning_rate": 0.05,
         "sealed": 1,
         "complete": 1,
@@ -218,6 +223,27 @@ def test_snapshots_checkpoints_and_evaluations_at_their_steps(parts: Parts) -> N
     assert parts.log[at - 2 : at] == ["wait_copied", "settle"], "replicas agree on what a checkpoint holds"
     assert parts.log.count("settle") == 2, "before checkpoints and at the end alone"
     assert told(parts, "flush") == [("flush", 8, 7, True)], "the last step has no other snapshot"
+
+
+def test_a_commit_that_may_be_the_best_has_the_figures_of_its_own_step(parts: Parts) -> None:
+    """They are measured before its snapshot, which carries them, and are gone with the next update."""
+    job = job_of(9, evaluate=2, checkpoint=4)
+    kept = job.checkpoint.model_copy(update={"keep_best": "eval_loss"})
+    made = loop(parts, job.model_copy(update={"checkpoint": kept}), 2)
+    made.eval_sets = [[SimpleNamespace(loss_tokens=5)]]
+    carried: list[Any] = []
+    begin = parts.begin
+
+    def noted(step: int, tail: Sequence[str], pinned: bool) -> None:
+        carried.append((step, pinned, made.evaluated.extra()))
+        begin(step, tail, pinned)
+
+    parts.begin = noted  # type: ignore[method-assign]
+    made.run()
+    figures = {"evaluation": {"eval_loss": 0.5}}
+    assert carried == [(4, True, figures), (8, True, figures)]
+    assert evaluated(parts) == [4, 6, 8, 9]
+    assert {"eval_sets": 1, "eval_set_0": 2.0} in parts.log
 
 
 def test_the_interval_of_snapshots_follows_their_cost(parts: Parts) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from picotron_ray.config.schema.compute import KernelsConfig
+from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig, ParameterGroupConfig
-from picotron_ray.config.schema.service import EvaluateConfig
 from picotron_ray.config.validation.optimizer import RULES
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.families.registry import parameter_table

@@ -34,7 +34,9 @@ def test_a_seed_replays_to_the_last_event() -> None:
 
 
 def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine_memory, "Finish", lambda status, detail, keep: m.Finish(status, detail))
+    patch.setattr(
+        machine_memory, "Finish", lambda status, detail, keep, **more: m.Finish(status, detail, **more)
+    )
 
 
 def slots_are_not_marked(patch: pytest.MonkeyPatch) -> None:

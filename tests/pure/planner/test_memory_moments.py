@@ -91,14 +91,51 @@ def test_a_step_of_one_micro_batch_begins_without_gradients() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", [Layout(micro_batch=2), Layout(dp=4, zero=3), Layout(pp=2, tp=2)], ids=str)
 def test_one_more_recomputed_block_never_needs_more(layout: Layout, precision: str) -> None:
-    """What the search for the cheapest set relies on; a first one may, for the block at work."""
+    """What the search for the cheapest set relies on."""
     config = job(precision=precision)
     needs = rank_needs(config, layout, 0)
     depth = rank_state(config, layout, 0).depth
     for kind in (0, 1):
-        numbers = range(1, depth + 1)
+        numbers = range(depth + 1)
         found = [needs(RecomputedBlocks(n * (kind == 0), n * (kind == 1), depth)) for n in numbers]
         assert found == sorted(found, reverse=True)
+
+
+def test_a_block_makes_anew_what_it_did_not_keep_when_later_blocks_are_done() -> None:
+    """Three blocks recomputed of four need no more than four: the last one's turn comes first."""
+    rows = {"sequence_length": 60, "global_batch": 16}
+    config = job(data=rows, kernels={"loss": "linear", "loss_chunk": 1})
+    policies = ("full", "blocks-3", "blocks-2", "every-2", "middle-50")
+    full, three, two, every, middle = (
+        memory_estimate(config, Layout(micro_batch=2, recompute=policy)).total_bytes for policy in policies
+    )
+    assert full == three
+    assert two - three == 120 * (96 - 8) * 4  # of 96 values a token the block's input
+    assert every - two == 120 * (96 - 8) * 4  # the last one makes anew what it did not keep
+    assert middle == every  # of blocks in another order the worst is taken
+
+
+def test_gradients_of_16_bits_wait_to_be_added_up() -> None:
+    """Of a block under ZeRO-1, until its backward pass ends; of a tied table, which is used again at the
+    end, until all of it does.
+    """
+
+    def gathered(precision: str, tied: bool) -> list[float]:
+        layout, model = Layout(dp=4, zero=1, micro_batch=2), {"tie_embeddings": tied}
+        found = of(layout, precision=precision, model=model).gathered
+        return [found.backward - found.loss, found.reduced - found.loss, found.embedding - found.loss]
+
+    assert gathered("fp32", tied=True) == [0, 0, 0]
+    assert gathered("bf16", tied=False) == [448 * 2, 448 * 2, 0]
+    assert gathered("bf16", tied=True) == [(448 + 2400) * 2, (448 + 2400) * 2, 2400 * 2]
+
+
+def test_gradients_of_scores_come_when_the_hidden_layer_is_done() -> None:
+    """Their capped scores' and softmax's, wide and in 16 bits, of 2 heads and 60 keys, less 4 x 10 values."""
+    model = {"family": "gemma2", "attention_softcap": 50.0, "sliding_window": 60}
+    rows, scores = {"sequence_length": 60, "global_batch": 16}, 2 * 60 * (4 + 2)
+    found = of(Layout(micro_batch=2), precision="bf16", model=model, data=rows)
+    assert found.at_work == 120 * (scores + (8 + 8 - 40) * 2)
 
 
 def test_stages_of_a_rank_keep_their_weights_until_their_next_forward_pass() -> None:

@@ -87,8 +87,8 @@ def test_a_number_that_would_do_is_looked_for_beyond_512() -> None:
     words = ("plan", "llama-3.1-405b", *asked, "--gpus")
     line = refusal(*words, "512")
     assert "no number up to" not in line
-    assert "; 896 h100-80g would do" in line
-    assert run(*words, "896").exit_code == 0
+    assert "; 960 h100-80g would do" in line
+    assert run(*words, "960").exit_code == 0
 
 
 def test_keys_that_the_plan_needs_come_first() -> None:

@@ -53,7 +53,7 @@ def test_a_fresh_page_says_that_there_is_nothing_yet(tmp_path, elastic, monkeypa
     absent = dict.fromkeys(("clean", "sealed", "pinned", "complete", "eval_step", "skipped_step"), -1)
     absent |= {"cuda_allocated_bytes": -1, "cuda_reserved_bytes": -1, "memory_peak_bytes": -1}
     absent |= {"memory_bytes": (-1,) * 5, "communication_s": ((0.0, 0.0),) * 4}
-    absent |= {"spent_s": (0.0,) * len(PHASES)}
+    absent |= {"spent_s": (0.0,) * len(PHASES), "eval_set_losses": ()}
     known = {"worker": "w1", "pid": os.getpid(), "start_ticks": process_start_ticks(os.getpid())}
     known |= {"phase": "idle", "phase_since_s": 12.5, "phase_limit_s": 1e9, "step_counts": (0,) * 14}
     assert seen == {**dict.fromkeys(seen, 0), **absent, **known}

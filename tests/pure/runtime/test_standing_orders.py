@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from picotron_ray.layout.layout import Layout
 from picotron_ray.runtime.coordinator.launch_limit import left
 from picotron_ray.runtime.coordinator.run_record import RunRecord
 from picotron_ray.runtime.driver import run_orders
-from picotron_ray.runtime.driver.time_left import with_time_left
+from picotron_ray.runtime.driver.time_left import check_deadline
 
 JOB = parse_job({"name": "night"})
 SPEC = m.GenerationSpec(m.GenerationId(1, 1), (m.Member("w", "n"),), Layout(), m.Source("init", 0), "")
@@ -88,15 +87,13 @@ def test_a_deadline_without_a_zone_is_refused(deadline: str) -> None:
 
 
 def test_a_deadline_that_has_passed_is_refused() -> None:
-    def at(text: str) -> Any:
-        return SimpleNamespace(job=parse_job({"cluster": {"deadline": text}}))
-
+    check_deadline(None)
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat(timespec="seconds")
-    assert with_time_left(at(later)).job.cluster.deadline == later
+    check_deadline(parse_job({"cluster": {"deadline": later}}).cluster.deadline)
     with pytest.raises(ConfigError, match=r"which passed \d+ d( \d+ h)? ago|which passed [\d.]+ years ago"):
-        with_time_left(at("2026-01-01T00:00:00Z"))
+        check_deadline("2026-01-01T00:00:00Z")
     with pytest.raises(ConfigError, match="day is out of range"):
-        with_time_left(at("2027-02-30T00:00:00Z"))
+        check_deadline("2027-02-30T00:00:00Z")
 
 
 class Door:

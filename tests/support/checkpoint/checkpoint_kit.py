@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,6 +82,7 @@ def write_slots(
     layout: Layout,
     key: tuple[int, int, int],
     lines: tuple[str, ...] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Seal the state at ``key`` (term, n, step) as the slots of all ranks of the layout."""
     paths = []
@@ -96,7 +98,7 @@ def write_slots(
             layout=layout.to_dict(),
             cursor=key[2] * 8,
             ledger=(ledger(1, key[2]) if lines is None else lines) if rank == 0 else (),
-            extra={"updates": key[2]},
+            extra={"updates": key[2], **(extra or {})},
         )
         slot.write(
             header, shards, [np.ascontiguousarray(entry.tensor).reshape(-1).view(np.uint8) for entry in mine]
@@ -116,10 +118,11 @@ def upload(
     key: tuple[int, int, int],
     layout: Layout = LAYOUT,
     nodes: int = 1,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[UploadPart]:
     """Slots spread over nodes, each uploaded by its own call."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = write_slots(folder, state, layout, key)
+    paths = write_slots(folder, state, layout, key, extra=extra)
     return [upload_slots(paths[node::nodes], storage, *key, owner=f"node{node}") for node in range(nodes)]
 
 
@@ -139,12 +142,13 @@ def save(
     state: State,
     key: tuple[int, int, int],
     layout: Layout = LAYOUT,
+    extra: Mapping[str, Any] | None = None,
 ) -> Committed:
     """Upload and commit; the generation's entry is added where it has none."""
     known = {(e.body["term"], e.body["n"]) for e in log.entries() if e.kind == "generation"}
     if key[:2] not in known:
         log.append("generation", generation(*key[:2]))
-    return commit(storage, log, upload(storage, folder, state, key, layout))
+    return commit(storage, log, upload(storage, folder, state, key, layout, extra=extra))
 
 
 def load(storage: Storage, manifest: Manifest) -> State:

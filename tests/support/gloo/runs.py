@@ -15,6 +15,7 @@ from picotron_ray.coordinator.messages import (
     GenerationSpec,
     Member,
     Outcome,
+    Rewind,
     SlotInfo,
     Source,
 )
@@ -53,14 +54,16 @@ class Run:
         origin: Source = FRESH,
         term: int | None = None,
         kind: str = "cpu",
+        rewinds: tuple[Rewind, ...] = (),
     ) -> None:
         """
         Args:
             origin: what the first generation starts from.
             term: where a log has claimed one.
             kind: of the workers' devices.
+            rewinds: of which all generations know.
         """
-        self.kind = kind
+        self.kind, self.rewinds = kind, rewinds
         self.pool, self.job, self.folder, self.origin = pool, job, folder, origin
         self.term = next(terms) if term is None else term
         self.layouts: dict[GenerationId, Layout] = {}
@@ -74,7 +77,7 @@ class Run:
         members = tuple(Member(worker_name(worker.pid), "node") for worker in workers)
         identity = GenerationId(self.term, len(self.layouts) + 1)
         lineage = descend(self.last, source)
-        self.last = GenerationSpec(identity, members, layout, source, "test", lineage)
+        self.last = GenerationSpec(identity, members, layout, source, "test", lineage, rewinds=self.rewinds)
         self.layouts[identity] = layout
         self.specs.append(self.last)
         told = str(self.folder / f"abort-{identity.n}")

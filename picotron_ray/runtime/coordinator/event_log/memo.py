@@ -43,6 +43,7 @@ def plain_facts(facts: Facts) -> dict[str, Any]:
         "adaptation": facts.adaptation.plain(),
         "account": facts.account.plain(),
         "evaluations": [[step, loss] for step, loss in facts.evaluations.items()],
+        "set_evaluations": [[step, losses] for step, losses in facts.set_evaluations.items()],
         "generations": [_plain_generation(record) for record in facts.generations],
         "failures": [{**asdict(failure), "kind": failure.kind.value} for failure in facts.failures],
     }
@@ -92,6 +93,7 @@ def read_facts(data: dict[str, Any], began_s: float = 0.0, wall_s: float = 0.0) 
     facts.strikes = tuple(m.Strike(**entry) for entry in data.get("strikes", ()))
     facts.adaptation = AdaptationRecord.read(data.get("adaptation", {}))
     facts.evaluations = dict(data["evaluations"])
+    facts.set_evaluations = dict(data.get("set_evaluations", ()))
     facts.baseline_loss = data.get("baseline_loss")
     facts.generations = [_read_generation(entry) for entry in data["generations"]]
     for entry in data["failures"]:

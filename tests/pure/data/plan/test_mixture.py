@@ -7,10 +7,15 @@ import pytest
 
 from picotron_ray.config.support.mixture import CYCLE, quotas
 from picotron_ray.data.plan.mixture import Mixture, MixturePlan, Stretch
+from picotron_ray.data.plan.order import SampleOrder, Shuffled
 
 
 def mixture(*stretches: tuple[int, tuple[float, ...]]) -> Mixture:
     return Mixture(5, tuple(Stretch(first, quotas(weights)) for first, weights in stretches))
+
+
+def orders(*counts: int) -> tuple[SampleOrder, ...]:
+    return tuple(Shuffled(seed, count) for seed, count in enumerate(counts, 1))
 
 
 def test_quotas_share_a_cycle_and_refuse_what_has_no_row() -> None:
@@ -63,7 +68,7 @@ def test_any_rows_are_found_without_those_before() -> None:
 
 def test_each_source_is_shuffled_anew_in_its_own_epochs() -> None:
     counts = (10, 7)
-    plan = MixturePlan(4, (1, 2), counts, mixture((0, (0.75, 0.25))))
+    plan = MixturePlan(4, orders(*counts), mixture((0, (0.75, 0.25))))
     assert plan.numbers(3) == (8, 12)
     rows = 400
     ids = plan.samples(0, rows)
@@ -79,8 +84,8 @@ def test_each_source_is_shuffled_anew_in_its_own_epochs() -> None:
 
 
 def test_a_source_more_leaves_the_order_within_the_others() -> None:
-    two = MixturePlan(4, (1, 2), (50, 50), mixture((0, (0.5, 0.5))))
-    three = MixturePlan(4, (1, 2, 3), (50, 50, 50), mixture((0, (0.4, 0.4, 0.2))))
+    two = MixturePlan(4, orders(50, 50), mixture((0, (0.5, 0.5))))
+    three = MixturePlan(4, orders(50, 50, 50), mixture((0, (0.4, 0.4, 0.2))))
     for source in range(2):
         first, second = (plan.samples(0, 300) for plan in (two, three))
         one, other = (ids[ids // 50 == source] for ids in (first, second))

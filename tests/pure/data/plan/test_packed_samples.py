@@ -95,7 +95,7 @@ def test_rows_are_made_once_and_again_where_they_are_damaged(
 
 def test_long_documents_are_refused_until_something_is_asked_for_them(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"data.long_documents: \d+ documents are longer than the 8 tokens of"
+        DataError, match=r"data.long_documents: \d+ documents are longer than the 8 tokens that"
     ):
         packed_rows(TOKENS, replace(REQUEST, long_documents=None), tmp_path)
     assert not list(tmp_path.glob("packed-*.new"))
@@ -122,7 +122,7 @@ def test_a_run_feeds_packed_rows(tmp_path: Path) -> None:
         assert all(part.documents is not None and part.documents.shape == (2, 2, 16) for part in parts)
     assert abs(parts[0].tokens_until - 40 * 6 * found.train.mean_tokens) <= 1
     (note,) = found.notes
-    assert "documents or parts of them packed into" in note
+    assert "documents or parts of them put into" in note
     assert "rows of 17 tokens" in note
     fixed = build_dataset(config(tmp_path, batching="fixed"), 300, 5, tmp_path / "cache")
     other = build_dataset(config(tmp_path, long_documents="drop"), 300, 5, tmp_path / "cache")

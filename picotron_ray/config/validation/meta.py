@@ -82,6 +82,7 @@ def _not_shown(job: JobConfig) -> Iterator[Problem]:
         ("kernels.loss", kernels.loss, kernels.loss == "linear", "auto or logits"),
         ("kernels.compile", "true", kernels.compile is True, "auto or false"),
         ("kernels.cuda_graphs", "true", kernels.cuda_graphs, "false"),
+        ("evaluate.sets", "sets", len(job.evaluate.sets) > 0, "none: held-out tasks are evaluated"),
         ("layout.offload_activations", "true", job.layout.offload_activations, "false"),
         ("optimizer.name", optimizer.name, learned and optimizer.name == "muon", "adamw or sgd"),
         ("optimizer.moments", optimizer.moments, learned and optimizer.moments != "full", "full"),

@@ -43,6 +43,14 @@ def job_of(*overrides: str) -> JobConfig:
         (["kernels.norm=closed-form"], "kernels.norm: saw closed-form with meta.strategy=maml"),
         (["kernels.attention=flash", "cluster.device=cpu"], "kernels.attention: saw flash, expected auto or"),
         (["model.moe.experts=4"], "model.moe.experts: saw 4 with meta.strategy=maml"),
+        (
+            ["evaluate.sets=[{name: a, source: text, path: x}]"],
+            "evaluate.sets: saw sets with meta.strategy=maml",
+        ),
+        (
+            ["init_from={run: a, optimizer_state: true}", "meta.strategy=metasgd"],
+            "init_from.optimizer_state: saw",
+        ),
         (["data.batching=packed"], "data.batching: saw 'packed' with meta.strategy=maml"),
         (["data.source=text", "data.path=x"], "data.source: saw 'text' with meta.strategy=maml"),
         (

@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from picotron_ray.config.load import parse_job
 from picotron_ray.data.batch import make_batch
 from picotron_ray.data.tasks.open_tasks import open_data
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.models.transformer import Transformer
+from picotron_ray.train.dry_run.proof import prove
 from picotron_ray.train.engine import build_engine
 from picotron_ray.train.meta.inner_rates import SHIFT
 from picotron_ray.train.meta.strategies import Examples, Learner, Weights
@@ -137,3 +139,9 @@ def test_adapters_adapt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         one.shard.name for one in engine.weights() if not torch.equal(one.tensor, before[one.shard.name])
     }
     assert moved == adapters
+
+
+def test_a_dry_run_is_refused() -> None:
+    job = parse_job({"meta": {"strategy": "maml", "tasks": "sequences"}})
+    with pytest.raises(LayoutError, match=r"^meta.strategy: saw maml, whose rows are tasks"):
+        prove(job, Layout())

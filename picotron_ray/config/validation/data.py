@@ -20,7 +20,7 @@ def _every_source(job: JobConfig) -> dict[str, SourceConfig]:
 
 
 def _source(job: JobConfig) -> Iterator[Problem]:
-    for at, source in _every_source(job).items():
+    for at, source in _every_source(job).items() if not job.meta.on else ():
         yield from _source_of(job, at, source)
 
 

@@ -62,6 +62,10 @@ def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | No
     """
     if not 1 <= step <= job.steps:
         raise ConfigError(f"--step: saw {step}, expected 1 to {job.steps} (steps)")
+    if job.meta.strategy != "none":
+        raise ConfigError(
+            f"meta.strategy: saw {job.meta.strategy}, whose rows are tasks made by a number, and no text"
+        )
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     line, layout = _recorded(job, data, step)
     feed = _feed(data, step, line)

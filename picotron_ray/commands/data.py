@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from picotron_ray.commands.output import emit, table
 from picotron_ray.launch import AsJson, Overrides, reported
 
 data = typer.Typer(no_args_is_help=True, help="What steps feed, and what the data are like.")
@@ -31,11 +33,35 @@ def data_show(
     Example: picotron-ray data show quickstart --step 812 --rank 3 --rows 2
     """
     with reported(as_json):
-        from picotron_ray.commands.output import emit
         from picotron_ray.runtime.driver import data_commands
 
         found = data_commands.show_step(data_commands.job_of(config, overrides or []), step, rank, rows)
         emit(found) if as_json else print("\n".join(_shown(found)))
+
+
+@data.command("score")
+def data_score(
+    config: Which,
+    overrides: Overrides = None,
+    by: Annotated[str, typer.Option(help="loss, gradient_norm or column")] = "loss",
+    out: Annotated[Path, typer.Option(help="folder to write, for data.curriculum.scores")] = Path("scores"),
+    run: Annotated[
+        str | None, typer.Option(help="run whose commit scores the rows, for loss and gradient_norm")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="of that commit; left out: the newest")] = None,
+    key: Annotated[str | None, typer.Option(help="column: key of a number in each record of jsonl")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score the difficulty of each training row, for a curriculum by what a model or a column says.
+
+    Example: picotron-ray data score mine.yaml --by loss --run small --out scores
+    """
+    with reported(as_json):
+        from picotron_ray.commands.bench_output import say
+        from picotron_ray.runtime.driver import data_commands, score_command
+
+        job = data_commands.job_of(config, overrides or [])
+        table(score_command.score(job, by, out, run=run, step=step, key=key, say=say), as_json)
 
 
 def _shown(found: dict[str, Any]) -> list[str]:

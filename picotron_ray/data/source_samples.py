@@ -13,8 +13,9 @@ from picotron_ray.data.batch import EVALUATION_SEED
 from picotron_ray.data.cache import TextSource, TokenSplits, text_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
 from picotron_ray.data.plan.buckets import bucket_widths
-from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
+from picotron_ray.data.plan.packed_cache import PackRequest, document_borders, packed_rows
 from picotron_ray.data.plan.packed_samples import PackedSamples
+from picotron_ray.data.plan.packing import Numbers
 from picotron_ray.data.samples import Dataset, SampleSet, Tokens
 from picotron_ray.errors import DataError
 
@@ -56,6 +57,17 @@ def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_d
         if key == "data" or name != "data" or rest.partition(":")[0] not in own:
             raise
         raise DataError(f"{key}{dot}{rest}") from None
+
+
+def training_borders(data: DataConfig, model_vocab: int, cache_dir: Path) -> Numbers:
+    """Return the first token of each training document of one source, and the stream's end: int64.
+
+    Raises DataError as `open_source` does.
+    """
+    splits, end = _splits(data, model_vocab, cache_dir)
+    if splits.ends is not None:
+        return np.append(np.zeros(1, np.int64), splits.ends[0])
+    return document_borders(splits.train, end_of(data) if end is None else end)
 
 
 def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:

@@ -28,7 +28,8 @@ def data_show(
 ) -> None:
     """Show the very rows that a step feeds or fed: decoded, with their sources, documents and what counts.
 
-    Text that counts in no loss is in brackets. Rows of a committed step are compared with the ledger.
+    Text that counts in no loss is in brackets, but for the first token of a document, which never does. Rows
+    of a committed step are compared with the ledger.
 
     Example: picotron-ray data show quickstart --step 812 --rank 3 --rows 2
     """
@@ -72,8 +73,8 @@ def _shown(found: dict[str, Any]) -> list[str]:
     stage = f", stage {found['stage']} of the curriculum" if found["stage"] else ""
     first, last = found["samples"]
     lines = [
-        f"step {found['step']}{whose}: rows {first} to {last - 1}, {found['tokens']} tokens of the step,"
-        f" {found['padding_ratio']:.1%} padding{stage}",
+        f"step {found['step']}{whose}: rows {first} to {last - 1}; of the whole step {found['tokens']}"
+        f" tokens, {found['counted']} count in the loss, {found['padding_ratio']:.1%} is padding{stage}",
         f"ledger: {found['ledger']}",
     ]
     for row in found["rows"]:

@@ -146,7 +146,7 @@ def _packed(
     name: str, tokens: Tokens, mask: Tokens | None, ends: Any, request: PackRequest, cache_dir: Path
 ) -> PackedSamples:
     """Pack a part of the data into rows."""
-    pieces, rows = packed_rows(tokens, request, cache_dir, ends)
+    pieces, rows = packed_rows(tokens, request, cache_dir, ends, mask)
     found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
     if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
         raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")

@@ -59,7 +59,7 @@ def test_losses_and_gradient_norms_are_those_of_the_model(tmp_path: Path) -> Non
             loss = F.cross_entropy(logits, rows[at, 1:])
             loss.backward()
             norms = [p.grad.double().square().sum() for p in theirs.parameters() if p.grad is not None]
-            expected = float(loss) if by == "loss" else float(torch.stack(norms).sum().sqrt())
+            expected = loss.item() if by == "loss" else float(torch.stack(norms).sum().sqrt())
             assert values[at] == pytest.approx(expected, rel=1e-4)
 
 

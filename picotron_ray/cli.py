@@ -16,6 +16,7 @@ from picotron_ray.commands.alerts import alerts
 from picotron_ray.commands.bench import benchmarks
 from picotron_ray.commands.checkpoints import checkpoints, ledger
 from picotron_ray.commands.dashboard import dashboard
+from picotron_ray.commands.data import data
 from picotron_ray.commands.debug import debug
 from picotron_ray.commands.doctor import doctor
 from picotron_ray.commands.evaluate import evaluate
@@ -39,6 +40,7 @@ app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(ledger, name="ledger")
 app.add_typer(alerts, name="alerts")
 app.add_typer(benchmarks, name="bench")
+app.add_typer(data, name="data")
 app.add_typer(debug, name="debug")
 app.command("train")(launch.train)
 app.command("doctor")(doctor)

@@ -116,6 +116,7 @@ def checkpoints_export(
         job, most = _job(config, overrides), int(shard_gib * 2**30)
         done = hf_export.export_hf(job, folder, step, dtype, most, weights, adapter=adapter)
         text = f"run {done['run']}: step {done['step']} is in {folder}, {done['files']} files of tensors"
+        text += f", with the data's tokenizer, blake3 {done['tokenizer']}" if "tokenizer" in done else ""
         emit(done) if as_json else print(text)
 
 

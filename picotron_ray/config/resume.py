@@ -31,6 +31,8 @@ _VERDICTS: dict[str, Verdict] = {
     "model.built.parameters": "refuse",
     "data": "refuse",
     "data.prefetch_steps": "may",
+    "data.tokenizer": "may",  # its digest is part of the fingerprint
+    "data.s3": "may",
     "data.curriculum.scores": "may",  # what it holds is part of the data's fingerprint
     "optimizer": "warn",
     "optimizer.name": "refuse",

@@ -1,40 +1,38 @@
 """Token cache: a source is tokenised once per node, then memory-mapped by every worker.
 
-``<cache>/tokens-<key>/{train,held_out}.u16`` and ``meta.json``; of jsonl with ``data.loss_mask`` also
-``{train,held_out}.mask``, a byte per token. The key is a hash of the source's settings and of its files'
-names, sizes and modification times, so a changed file makes a new cache. It is built beside its place
-under a file lock (workers of a node start together) and renamed at the end, so a reader sees all of it or
-nothing. Opening checks sizes, and the content's digest while that costs milliseconds; a cache that fails
-is built again. Ids: a byte is its own id, 256 ends a document.
+``<cache>/tokens-<key>/`` holds the files of `split_writer` and ``meta.json``. The key is a hash of the
+source's settings, of the tokenizer's and template's digests, and of its files' names, sizes and marks
+(modification times or etags), so a changed file makes a new cache. It is built beside its place under a file
+lock (workers of a node start together) and renamed at the end, so a reader sees all of it or nothing. Opening
+checks sizes, and the content's digest while that costs milliseconds; a cache that fails is built again.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from picotron_ray.config.schema.data import END_OF_DOCUMENT, DataConfig
+from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.cache_folder import open_or_make
+from picotron_ray.data.chat_template import ChatTemplate, open_chat
+from picotron_ray.data.listing import check_unchanged, find_files
 from picotron_ray.data.samples import Tokens
-from picotron_ray.data.sources import Document, SourceFile, find_files, read_documents, unreadable
+from picotron_ray.data.source_files import InputFile
+from picotron_ray.data.sources import read_documents
+from picotron_ray.data.split_writer import SPLITS, CacheForm, write_splits
+from picotron_ray.data.tokenise import Encoder
+from picotron_ray.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from picotron_ray.errors import DataError
 
-VOCABULARY = END_OF_DOCUMENT + 1
 VERSION = 1
 CHECKED_BYTES = 256 << 20  # at most this much is hashed at every opening: some 10 ms
-_SPLITS = ("train", "held_out")
-_TOKEN = np.dtype("<u2")
-_MASK = np.dtype("u1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,7 @@ class TokenSplits:
 
     Fields:
         masks: of both streams, one byte per token (`Dataset`); None: there are none.
+        ends: of both streams, where each document ends (exclusive); None: an id tells.
     """
 
     train: Tokens
@@ -50,74 +49,114 @@ class TokenSplits:
     digest: str
     bigram_entropy: float
     masks: tuple[Tokens, Tokens] | None = None
+    ends: tuple[Any, Any] | None = None
 
 
-def held_out(key: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part: its key's hash falls into that share of all hashes."""
-    return xxhash.xxh3_64_intdigest(key) < fraction * 2.0**64
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """Source of text, and what makes tokens of it."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+    @staticmethod
+    def of(data: DataConfig) -> TextSource:
+        """Open tokenizer and template. Raises DataError, also where nothing says what ends a document."""
+        tokenizer = open_tokenizer(data)
+        if tokenizer.end_id is None:
+            raise DataError(
+                f"data.end_token: saw null, and no tokenizer_config.json with an eos_token lies beside"
+                f" {data.tokenizer}; say which id ends a document"
+            )
+        Encoder(data, tokenizer)  # its tokens are there
+        return TextSource(data, tokenizer, open_chat(data, tokenizer))
+
+    @property
+    def end(self) -> int:
+        """Id that ends a document."""
+        assert self.tokenizer.end_id is not None
+        return self.tokenizer.end_id
+
+    @property
+    def form(self) -> CacheForm:
+        """Form of its cache."""
+        data = self.data
+        masked = data.loss_mask and data.source not in ("stdlib", "text")
+        plain = isinstance(self.tokenizer, ByteTokenizer)
+        return CacheForm(self.tokenizer.vocabulary, masked, not plain, self.end)
+
+    def settings(self) -> list[object]:
+        """Return all that decides tokens, but for the files."""
+        data, plain = self.data, isinstance(self.tokenizer, ByteTokenizer)
+        settings: list[object] = [VERSION, data.source, data.text_key, data.held_out_fraction]
+        if data.loss_mask:
+            settings += [data.prompt_key, data.spans_key]
+        if not plain or self.chat:
+            settings += ["tokenizer", self.tokenizer.digest, self.end]
+            settings += [self.chat.digest, data.messages_key] if self.chat else [None]
+            asked = data.fill_in_the_middle
+            settings += [None if asked is None else asked.model_dump(mode="json")]
+        return settings + ([data.split] if data.source == "hf" else [])
 
 
 def byte_splits(data: DataConfig, folder: Path) -> TokenSplits:
-    """Open the byte tokens of a stdlib, text or jsonl source in the cache ``folder``, or build them there.
+    """Open the tokens of a source of text in the cache ``folder``, or build them there (`text_splits`)."""
+    return text_splits(TextSource.of(data), folder)
 
-    Raises DataError for input that cannot be read or a cache folder that cannot be written.
+
+def text_splits(source: TextSource, folder: Path) -> TokenSplits:
+    """Open the tokens of a source of text in the cache ``folder``, or build them there.
+
+    Raises DataError for input that cannot be read, or changes meanwhile, or a cache folder that cannot be
+    written.
     """
-    files, masked = find_files(data), _masked(data)
-    place = folder / f"tokens-{_cache_key(data, files)}"
+    files = find_files(source.data)
+    place = folder / f"tokens-{_cache_key(source, files)}"
     return open_or_make(
         place,
         "token cache",
-        lambda made: _open(made, masked),
-        lambda fresh: _build(data, files, fresh),
+        lambda made: _open(made, source.form),
+        lambda fresh: _build(source, files, fresh),
     )
 
 
-def _cache_key(data: DataConfig, files: list[SourceFile]) -> str:
-    """Identity of what would be tokenised: settings, and each file's name, size and modification time."""
-    settings: list[object] = [VERSION, data.source, data.text_key, data.held_out_fraction]
-    if data.loss_mask:
-        settings += [data.prompt_key, data.spans_key]
-    hasher = xxhash.xxh3_128(json.dumps(settings).encode())
+def _cache_key(source: TextSource, files: Sequence[InputFile]) -> str:
+    """Identity of what would be tokenised: settings, and each file's name, size and mark."""
+    hasher = xxhash.xxh3_128(json.dumps(source.settings()).encode())
     for file in files:
-        try:
-            stat = file.path.stat()
-        except OSError as error:
-            raise unreadable(file.path, error) from None
-        entry = f"{file.path.absolute()}\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
-        hasher.update(entry.encode("utf-8", "surrogateescape"))
+        hasher.update(file.identity().encode("utf-8", "surrogateescape"))
     return hasher.hexdigest()
 
 
-def _masked(data: DataConfig) -> bool:
-    return data.source == "jsonl" and data.loss_mask
-
-
-def _open(place: Path, masked: bool) -> TokenSplits | None:
+def _open(place: Path, form: CacheForm) -> TokenSplits | None:
     """Open the cache at ``place``; None where there is none or it is damaged."""
     try:
         meta = json.loads((place / "meta.json").read_text("utf-8"))
-        counts = [int(meta["tokens"][name]) for name in _SPLITS]
-        parts = [_map(place / f"{name}.u16", _TOKEN, n) for name, n in zip(_SPLITS, counts, strict=True)]
-        if masked:
-            parts += [_map(place / f"{name}.mask", _MASK, n) for name, n in zip(_SPLITS, counts, strict=True)]
+        parts = {}
+        for suffix, kind in form.kinds.items():
+            counts = meta["documents" if suffix == "ends" else "tokens"]
+            parts[suffix] = [_map(place / f"{name}.{suffix}", kind, int(counts[name])) for name in SPLITS]
         digest, entropy = str(meta["digest"]), float(meta["bigram_entropy"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
+    found = [part for pair in parts.values() for part in pair if part is not None]
+    if len(found) < 2 * len(parts):
         return None
     if sum(part.nbytes for part in found) <= CHECKED_BYTES and _digest(found) != digest:
         return None
-    return TokenSplits(found[0], found[1], digest, entropy, (found[2], found[3]) if masked else None)
+    masks = (found[2], found[3]) if form.masked else None
+    ends = (found[-2], found[-1]) if form.ended else None
+    return TokenSplits(found[0], found[1], digest, entropy, masks, ends)
 
 
-def _map(path: Path, kind: np.dtype[Any], items: int) -> Tokens | None:
+def _map(path: Path, kind: np.dtype[Any], items: int) -> Any:
     if path.stat().st_size != items * kind.itemsize:
         return None
     return np.memmap(path, kind, "r") if items else np.empty(0, kind)
 
 
-def _digest(streams: Sequence[Tokens]) -> str:
+def _digest(streams: Sequence[Any]) -> str:
     """xxh3_128 of all streams and of both splits' lengths."""
     hasher = xxhash.xxh3_128(f"{len(streams[0])},{len(streams[1])};".encode())
     for stream in streams:
@@ -125,86 +164,31 @@ def _digest(streams: Sequence[Tokens]) -> str:
     return hasher.hexdigest()
 
 
-def _build(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
+def _build(source: TextSource, files: Sequence[InputFile], folder: Path) -> None:
     """Tokenise into an empty folder."""
-    _write(data, files, folder)
-    streams = [_mapped_file(path, kind) for path, kind in _files(folder, _masked(data))]
+    before = [file.identity() for file in files]
+    _write(source, files, folder)
+    if source.data.source not in ("stdlib", "hf"):
+        check_unchanged(source.data, before)
+    kinds = source.form.kinds
+    paths = [(folder / f"{name}.{suffix}", kind) for suffix, kind in kinds.items() for name in SPLITS]
+    streams = [_map(path, kind, path.stat().st_size // kind.itemsize) for path, kind in paths]
     train, held = streams[:2]
-    meta = {
+    meta: dict[str, object] = {
         "version": VERSION,
         "tokens": {"train": len(train), "held_out": len(held)},
         "digest": _digest(streams),
         "bigram_entropy": bigram_entropy(held),
     }
+    if "ends" in kinds:
+        meta["documents"] = {"train": len(streams[-2]), "held_out": len(streams[-1])}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
 
 
-def _mapped_file(path: Path, kind: np.dtype[Any]) -> Tokens:
-    tokens = _map(path, kind, path.stat().st_size // kind.itemsize)
-    assert tokens is not None
-    return tokens
-
-
-def _files(folder: Path, masked: bool) -> list[tuple[Path, np.dtype[Any]]]:
-    """Files of a cache and the types of their items: tokens of both splits, then masks."""
-    kinds: dict[str, np.dtype[Any]] = {"u16": _TOKEN, "mask": _MASK} if masked else {"u16": _TOKEN}
-    return [(folder / f"{name}.{suffix}", kind) for suffix, kind in kinds.items() for name in _SPLITS]
-
-
-def _write(data: DataConfig, files: list[SourceFile], folder: Path) -> None:
-    """Write both streams: by the hash of each document's key, or by position where one would be empty."""
-    places = _files(folder, _masked(data))
-    with ExitStack() as opened:
-        streams = [opened.enter_context(path.open("wb")) for path, _ in places]
-        for document in read_documents(data, files):
-            tokens, *mask = streams[held_out(document.key, data.held_out_fraction) :: 2]
-            _append(tokens, document)
-            if mask:
-                _append_mask(mask[0], document)
-    paths = [path for path, _ in places[:2]]
-    if all(path.stat().st_size for path in paths):
-        return
-    # One document, or a handful of them on one side: the last share of the stream is held out instead.
-    full = max(paths, key=lambda path: path.stat().st_size)
-    size = full.stat().st_size // _TOKEN.itemsize
-    if not size:
+def _write(source: TextSource, files: Sequence[InputFile], folder: Path) -> None:
+    """Write all files but ``meta.json``."""
+    data = source.data
+    pieces = Encoder(data, source.tokenizer).pieces(read_documents(data, files, source.chat))
+    if not write_splits(pieces, source.form, data.held_out_fraction, folder):
         where = data.path if data.source != "stdlib" else "the standard library"
         raise DataError(f"data.path: {where} holds no text; every file of it is empty")
-    tail = tail_tokens(size, data.held_out_fraction)
-    for (train, kind), (held, _) in zip(places[::2], places[1::2], strict=True):
-        if full != paths[0]:
-            os.replace(held, train)
-        _move_tail(train, held, (size - tail) * kind.itemsize)
-
-
-def _move_tail(train: Path, held: Path, at: int) -> None:
-    with train.open("r+b") as source, held.open("wb") as target:
-        source.seek(at)
-        shutil.copyfileobj(source, target)
-        source.truncate(at)
-
-
-def tail_tokens(tokens: int, fraction: float) -> int:
-    """Count the tokens at the end of a stream that are held out where documents cannot decide it."""
-    return round(tokens * fraction)
-
-
-def _append(stream: BinaryIO, document: Document) -> None:
-    """Append bytes as ids of two bytes; a document of no bytes leaves no trace."""
-    wrote = False
-    for piece in document.pieces:
-        if piece:
-            stream.write(np.frombuffer(piece, np.uint8).astype(_TOKEN).data)
-            wrote = True
-    if wrote:
-        stream.write(np.array([END_OF_DOCUMENT], _TOKEN).data)
-
-
-def _append_mask(stream: BinaryIO, document: Document) -> None:
-    """Append 1 for each token that counts: those of its ranges, and the end where the last one reaches it."""
-    assert document.counted is not None
-    mask = np.zeros(len(document.key) + 1, _MASK)  # the key of a record is its text
-    for start, end in document.counted:
-        mask[start:end] = 1
-    mask[-1] = mask[-2]
-    stream.write(mask.data)

@@ -1,4 +1,4 @@
-"""One line of JSON lines: its text, and which of its bytes count in the loss.
+"""One row of a source (a line of JSON, a row of a table): its text, and which of its bytes count in the loss.
 
 Without masks the text is a string under ``data.text_key``. With ``data.loss_mask`` one of two keys says what
 counts:
@@ -8,6 +8,8 @@ counts:
 - ``data.spans_key``: a list of ``[start, end]`` in characters (code points) of the text, from 0 and without
   the end, as Python slices. They ascend and do not overlap. The document's end counts where the last one
   reaches the text's end.
+
+A chat (``data.chat_template``) is the text of its messages; with ``data.loss_mask`` its answers count.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.data.chat_template import ChatTemplate
 from picotron_ray.errors import DataError
 
 Span = tuple[int, int]
@@ -39,17 +42,20 @@ def not_utf8(place: str, where: str) -> DataError:
     )
 
 
-def read_record(line: bytes, place: str, data: DataConfig) -> Record:
-    """Read one line.
+def record_of(record: Any, place: str, data: DataConfig, chat: ChatTemplate | None = None) -> Record:
+    """Read one row.
 
     Args:
-        place: names the line in messages.
+        record: mapping of keys to values, as whoever wrote the file says.
+        place: names the row in messages.
+        chat: template of rows that are chats.
 
     Raises:
-        DataError: it is not an object of JSON, a key that is asked for is missing or holds something else, or
-            nothing of it counts.
+        DataError: it is no mapping, a key that is asked for is missing or holds something else, or nothing of
+            it counts.
     """
-    record = _parse(line, place)
+    if chat is not None:
+        return _chat(record, place, data, chat)
     text = _string(record, data.text_key, "data.text_key", place)
     if not data.loss_mask:
         return Record(_utf8(text))
@@ -67,7 +73,26 @@ def read_record(line: bytes, place: str, data: DataConfig) -> Record:
     return Record(_utf8(text), tuple(_in_bytes(text, spans)))
 
 
-def _parse(line: bytes, place: str) -> Any:
+def _chat(record: Any, place: str, data: DataConfig, chat: ChatTemplate) -> Record:
+    messages = record.get(data.messages_key) if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"data.messages_key: {place} has no list of messages under {data.messages_key!r} (seen:"
+            f" {_seen(record)}); name the right key"
+        )
+    text, spans = chat.render(messages, record.get("tools"), place)
+    if not data.loss_mask:
+        return Record(_utf8(text))
+    if not spans:
+        raise DataError(
+            f"data.messages_key: {place} has no answer of an assistant, so that nothing of it counts in the"
+            " loss; drop the row"
+        )
+    return Record(_utf8(text), tuple(_in_bytes(text, spans)))
+
+
+def parse_line(line: bytes, place: str) -> Any:
+    """Parse a line of JSON. Raises DataError."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:

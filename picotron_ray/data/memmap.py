@@ -18,9 +18,10 @@ import xxhash
 
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data.bigram_baseline import bigram_entropy
-from picotron_ray.data.cache import TokenSplits, tail_tokens
+from picotron_ray.data.cache import TokenSplits
 from picotron_ray.data.samples import Tokens
-from picotron_ray.data.sources import require_file, shown, unreadable
+from picotron_ray.data.source_files import require_file, shown, unreadable
+from picotron_ray.data.split_writer import tail_tokens
 from picotron_ray.errors import DataError
 
 SCAN_TOKENS = 16 << 20

@@ -55,11 +55,14 @@ class Dataset:
 
     Fields:
         mask: one byte per token, 1 where it counts as a target; None: all do.
+        ends: where each document ends in the stream (exclusive), ascending, for rows that keep documents
+            apart; None: the tokens say, or nobody asks.
     """
 
     tokens: Tokens
     sequence_length: int
     mask: npt.NDArray[np.uint8] | None = None
+    ends: npt.NDArray[np.int64] | None = None
 
     @property
     def samples(self) -> int:
@@ -93,8 +96,16 @@ class Dataset:
             out[row] = self.mask[start : start + self.sequence_length]
         return out
 
-    def documents(self, samples: npt.NDArray[np.int64]) -> None:
-        """Leave it to the tokens."""
+    def documents(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+        """Number of each input's document within its row, ``[len(samples), sequence_length]``.
+
+        None where it is left to the tokens.
+        """
+        if self.ends is None:
+            return None
+        starts = samples[:, None] * self.sequence_length
+        found = np.searchsorted(self.ends, starts + np.arange(self.sequence_length), side="right")
+        return (found - found[:, :1]).astype(np.int32)
 
     def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int | None]:
         """Count the samples' predicted tokens, and those that count; None: all do."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.batch import EVALUATION_SEED
-from picotron_ray.data.cache import VOCABULARY, TokenSplits, byte_splits
+from picotron_ray.data.cache import TextSource, TokenSplits, text_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
 from picotron_ray.data.plan.buckets import bucket_widths
 from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
@@ -26,6 +27,7 @@ class SourceSamples:
         identity: what decides which samples there are.
         bigram_entropy: of the held-out tokens, nats per token.
         notes: what a user should know of how samples were made.
+        end: id that ends a document; None where nothing says.
     """
 
     train: SampleSet
@@ -33,6 +35,7 @@ class SourceSamples:
     identity: str
     bigram_entropy: float
     notes: tuple[str, ...] = ()
+    end: int | None = None
 
 
 def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
@@ -56,41 +59,60 @@ def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_d
 
 
 def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
-    splits = _splits(data, model_vocab, cache_dir)
+    splits, end = _splits(data, model_vocab, cache_dir)
     train_mask, held_mask = splits.masks or (None, None)
-    parts = (("training", splits.train, train_mask), ("held-out", splits.held_out, held_mask))
-    for name, tokens, mask in parts:
+    train_ends, held_ends = splits.ends or (None, None)
+    parts = (
+        ("training", splits.train, train_mask, train_ends),
+        ("held-out", splits.held_out, held_mask, held_ends),
+    )
+    for name, tokens, mask, _ in parts:
         _check(data, name, tokens, mask)
     if data.batching == "fixed":
-        train, held = (Dataset(tokens, data.sequence_length, mask) for _, tokens, mask in parts)
-        return SourceSamples(train, held, splits.digest, splits.bigram_entropy)
-    request = _request(data, splits.digest, seed)
+        apart = data.document_masks
+        train, held = (
+            Dataset(tokens, data.sequence_length, mask, ends if apart else None)
+            for _, tokens, mask, ends in parts
+        )
+        return SourceSamples(train, held, splits.digest, splits.bigram_entropy, end=end)
+    request = _request(data, splits.digest, seed, end_of(data) if end is None else end)
     held_request = replace(request, digest=f"{splits.digest} held out", seed=EVALUATION_SEED)
     packed, packed_held = (
         _packed(*part, asked, cache_dir) for part, asked in zip(parts, (request, held_request), strict=True)
     )
     identity = f"{splits.digest}/{request.way}"
-    return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),))
+    return SourceSamples(packed, packed_held, identity, splits.bigram_entropy, (packed.told(),), end)
 
 
-def _request(data: DataConfig, digest: str, seed: int) -> PackRequest:
+def _request(data: DataConfig, digest: str, seed: int, end: int) -> PackRequest:
     """Say how documents share rows."""
     widths: tuple[int, ...] = ()
     if data.batching == "buckets":
         widths = data.buckets or bucket_widths(data.sequence_length + 1)
     most = None if data.max_batch_size is None else data.max_batch_size // data.global_batch
-    return PackRequest(digest, end_of(data), data.sequence_length, seed, data.long_documents, widths, most)
+    return PackRequest(digest, end, data.sequence_length, seed, data.long_documents, widths, most)
 
 
-def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> TokenSplits:
+def _splits(data: DataConfig, model_vocab: int, cache_dir: Path) -> tuple[TokenSplits, int | None]:
+    """Open both splits; with the id that ends a document, None where nothing says."""
     if data.source == "memmap":
-        return memmap_splits(data, model_vocab, cache_dir)
-    if model_vocab < VOCABULARY:
-        raise DataError(
-            f"model.vocab_size: {model_vocab} is less than the {VOCABULARY} ids of the byte tokenizer that"
-            f" data.source {data.source} uses (256 bytes, end of document); set it to at least {VOCABULARY}"
+        return memmap_splits(data, model_vocab, cache_dir), data.end_token
+    text = TextSource.of(data)
+    vocabulary = text.tokenizer.vocabulary
+    if model_vocab < vocabulary:
+        whose = (
+            f"ids of the byte tokenizer that data.source {data.source} uses (256 bytes, end of document)"
+            if data.tokenizer is None
+            else f"ids of data.tokenizer {data.tokenizer}"
         )
-    return byte_splits(data, cache_dir)
+        raise DataError(
+            f"model.vocab_size: {model_vocab} is less than the {vocabulary} {whose}; set it to at least"
+            f" {vocabulary}"
+        )
+    splits = text_splits(text, cache_dir)
+    if data.tokenizer is not None:
+        splits = replace(splits, digest=f"{splits.digest}/{text.tokenizer.digest}")
+    return splits, text.end
 
 
 def _check(data: DataConfig, name: str, tokens: Tokens, mask: Tokens | None) -> None:
@@ -109,21 +131,21 @@ def _check(data: DataConfig, name: str, tokens: Tokens, mask: Tokens | None) -> 
 
 
 def _packed(
-    name: str, tokens: Tokens, mask: Tokens | None, request: PackRequest, cache_dir: Path
+    name: str, tokens: Tokens, mask: Tokens | None, ends: Any, request: PackRequest, cache_dir: Path
 ) -> PackedSamples:
     """Pack a part of the data into rows."""
-    pieces, rows = packed_rows(tokens, request, cache_dir)
+    pieces, rows = packed_rows(tokens, request, cache_dir, ends)
     found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
     if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
         raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")
     return found
 
 
-def end_of(data: SourceConfig) -> int:
-    """Return the token id that ends a document. Raises DataError where token files do not say."""
-    if data.document_end is None:
+def end_of(data: DataConfig) -> int:
+    """Return the token id that ends a document of token files. Raises DataError where nothing says."""
+    if data.end_token is None:
         raise DataError("data.end_token: saw null, expected the id that ends a document in these token files")
-    return data.document_end
+    return data.end_token
 
 
 def _any_counts(mask: Tokens) -> bool:

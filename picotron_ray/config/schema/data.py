@@ -6,14 +6,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from picotron_ray.config.schema.base import Section
 from picotron_ray.config.schema.curriculum import CurriculumConfig
+from picotron_ray.config.schema.documents import DocumentSection
+from picotron_ray.config.schema.tokenizer import TokenizerSection
 
 END_OF_DOCUMENT = 256  # after the ids of the 256 bytes
 DEFAULT_LENGTH = 128
 
 
-class SourceConfig(Section):
+class SourceConfig(DocumentSection):
     """Source of documents.
 
     Example::
@@ -23,21 +24,26 @@ class SourceConfig(Section):
           path: corpus/
     """
 
-    source: Literal["stdlib", "text", "jsonl", "memmap"] = Field(
+    source: Literal["stdlib", "text", "jsonl", "memmap", "parquet", "arrow", "hf"] = Field(
         default="stdlib",
         description="stdlib: the Python standard library's own source files; text: UTF-8 files; jsonl: one"
-        " JSON object per line; memmap: raw token ids in one file per split",
+        " JSON object per line; memmap: raw token ids in one file per split; parquet, arrow: tables; hf: a"
+        " dataset of the library datasets",
     )
-    path: str | None = Field(default=None, description="file, folder or glob; not used by stdlib")
-    text_key: str = Field(default="text", description="jsonl: the key that holds the text")
+    path: str | None = Field(
+        default=None,
+        description="file, folder, glob or URL (s3://, hf://, hdfs://, memory://, …); of hf the folder that"
+        " save_to_disk wrote, or a name on the hub; not used by stdlib",
+    )
+    text_key: str = Field(default="text", description="rows: the key, or column, that holds the text")
     prompt_key: str | None = Field(
         default=None,
-        description="jsonl, for loss_mask: the key of a string that comes before the text and does not count"
+        description="rows, for loss_mask: the key of a string that comes before the text and does not count"
         " in the loss",
     )
     spans_key: str | None = Field(
         default=None,
-        description="jsonl, for loss_mask: the key of a list of [start, end], the characters of the text that"
+        description="rows, for loss_mask: the key of a list of [start, end], the characters of the text that"
         " count in the loss; end is excluded",
     )
     memmap_dtype: Literal["uint8", "uint16", "uint32"] = Field(
@@ -46,19 +52,15 @@ class SourceConfig(Section):
     end_token: int | None = Field(
         default=None,
         ge=0,
-        description="memmap: the id that ends a document, for document_masks; other sources write their own",
+        description="the id that ends a document: of memmap files, for document_masks; of text, instead of"
+        " the tokenizer's eos_token. Bytes end with 256",
     )
     loss_mask: bool = Field(
         default=False,
         description="only some tokens count, such as answers, and the loss is the mean over those. memmap:"
         " beside each token file lies a file .mask, a byte per token: 1 where it counts as a target, else 0."
-        " jsonl: prompt_key or spans_key says",
+        " Rows: prompt_key, spans_key or chat_template says",
     )
-
-    @property
-    def document_end(self) -> int | None:
-        """The id that ends a document; None where token files do not say."""
-        return self.end_token if self.source == "memmap" else END_OF_DOCUMENT
 
 
 class MixedSource(SourceConfig):
@@ -89,7 +91,7 @@ class MixedSource(SourceConfig):
         return {0: self.weight} if isinstance(self.weight, float) else dict(sorted(self.weight))
 
 
-class DataConfig(SourceConfig):
+class DataConfig(SourceConfig, TokenizerSection):
     """Samples, and how they are cut into batches.
 
     A sample is ``sequence_length`` + 1 consecutive tokens of one stream, or a row of whole documents.
@@ -171,6 +173,15 @@ class DataConfig(SourceConfig):
     def finds_documents(self) -> bool:
         """Whether it matters where in the tokens documents end."""
         return self.document_masks or self.batching != "fixed"
+
+    @property
+    def document_end(self) -> int | None:
+        """The id that ends a document in all sources; None where another place than the config says."""
+        sources = self.named_sources.values()
+        if self.tokenizer is not None and any(source.source != "memmap" for source in sources):
+            return None
+        ends = {source.end_token if source.source == "memmap" else END_OF_DOCUMENT for source in sources}
+        return ends.pop() if len(ends) == 1 else None
 
     @property
     def keeps_documents_apart(self) -> bool:

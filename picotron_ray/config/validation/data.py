@@ -9,6 +9,7 @@ from picotron_ray.config.problem import Problem
 from picotron_ray.config.schema.data import END_OF_DOCUMENT, MixedSource, SourceConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.mixture import MOST_SOURCES, quotas, weight_at
+from picotron_ray.config.validation.documents import ROWS
 
 BYTE_VOCABULARY = END_OF_DOCUMENT + 1  # 256 byte values and the end of a document
 
@@ -32,15 +33,13 @@ def _source_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Proble
         what = "a file or folder of token ids" if source.source == "memmap" else "a file, folder or glob"
         text = f"saw nothing, expected {what} for {named}={source.source}; say {at}.path=..."
         yield Problem(f"{at}.path", text, (named,))
-    if source.source != "memmap" and vocabulary < BYTE_VOCABULARY:
+    if source.source != "memmap" and job.data.tokenizer is None and vocabulary < BYTE_VOCABULARY:
         yield Problem(
             "model.vocab_size",
             f"saw {vocabulary}, expected at least {BYTE_VOCABULARY} (256 bytes and end of document) for"
             f" {named}={source.source}",
             (named,),
         )
-    if source.path and "://" in source.path:
-        yield Problem(f"{at}.path", "saw a URL, expected a path that every node can read", ())
 
 
 def _loss_mask(job: JobConfig) -> Iterator[Problem]:
@@ -51,12 +50,12 @@ def _loss_mask(job: JobConfig) -> Iterator[Problem]:
 def _mask_of(at: str, source: SourceConfig) -> Iterator[Problem]:
     keys, named, masked = (f"{at}.prompt_key", f"{at}.spans_key"), f"{at}.source", f"{at}.loss_mask"
     given = [key for key in keys if getattr(source, key.rpartition(".")[2]) is not None]
-    if source.loss_mask and source.source not in ("memmap", "jsonl"):
+    if source.loss_mask and source.source not in ("memmap", *ROWS):
         text = f"saw true with {named}={source.source}, which has no masks; use jsonl or memmap, or drop it"
         yield Problem(masked, text, (named,))
     for key in given:
         name = getattr(source, key.rpartition(".")[2])
-        if source.source != "jsonl":
+        if source.source not in ROWS:
             text = f"saw {name!r} with {named}={source.source}, whose documents have no keys; drop it"
             yield Problem(key, text, (named,))
         elif not source.loss_mask:
@@ -65,7 +64,7 @@ def _mask_of(at: str, source: SourceConfig) -> Iterator[Problem]:
         elif name == source.text_key:
             text = f"saw {name!r}, which is {at}.text_key too; name another key of the records, or drop it"
             yield Problem(key, text, (f"{at}.text_key",))
-    if source.source == "jsonl" and source.loss_mask and len(given) != 1:
+    if source.source in ROWS and source.loss_mask and source.chat_template is None and len(given) != 1:
         seen = f"neither {keys[0]} nor {keys[1]}" if not given else f"both {keys[0]} and {keys[1]}"
         text = f"saw true with {seen}, expected the one that says which tokens of a record count"
         yield Problem(masked, text, (named, *keys))
@@ -82,7 +81,8 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
         yield Problem("data.long_documents", f"{text} wherever they end; drop it", ("data.batching",))
     for at, source in _every_source(job).items():
         yield from _end_of(job, at, source)
-    ends = {source.document_end for source in _every_source(job).values()}
+    own = END_OF_DOCUMENT if data.tokenizer is None else "the tokenizer's"
+    ends = {s.end_token if s.source == "memmap" else own for s in _every_source(job).values()}
     if data.document_masks and data.batching == "fixed" and len(ends) > 1:
         text = f"saw true with sources whose documents end with other ids ({', '.join(map(str, ends))});"
         yield Problem("data.document_masks", f"{text} say data.batching=packed", ("data.sources",))
@@ -91,12 +91,12 @@ def _documents(job: JobConfig) -> Iterator[Problem]:
 def _end_of(job: JobConfig, at: str, source: SourceConfig) -> Iterator[Problem]:
     end, vocabulary, (asking, seen) = source.end_token, job.model.vocab_size, job.data.asks_apart
     key, named = f"{at}.end_token", f"{at}.source"
-    if source.source != "memmap":
+    if source.source != "memmap" and job.data.tokenizer is None:
         if end is not None:
             text = f"saw {end} with {named}={source.source}, which ends documents by itself; drop it"
             yield Problem(key, text, (named,))
     elif end is None:
-        if job.data.finds_documents:
+        if job.data.finds_documents and source.source == "memmap":
             text = f"saw null with {asking}={seen}; say which id ends a document in these token files"
             yield Problem(key, text, (named, asking))
     elif end >= vocabulary:

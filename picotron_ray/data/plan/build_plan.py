@@ -107,9 +107,9 @@ def _pools(
 ) -> tuple[tuple[Index, ...], ...]:
     """Return the samples of each stage, source by source."""
     curriculum, folder, pools = data.curriculum, _folder(data), []
-    for (key, source), samples in zip(data.named_sources.items(), found, strict=True):
+    for key, samples in zip(data.named_sources, found, strict=True):
         measures = tuple(sorted(curriculum.measures.items()))
-        name, end = key.rpartition(".")[2], source.document_end
-        request = RankRequest(samples.identity, name, end, measures, folder)
+        name = key.rpartition(".")[2]
+        request = RankRequest(samples.identity, name, samples.end, measures, folder)
         pools.append(stage_pools(samples.train, curriculum, request, cache_dir))
     return tuple(pools)

@@ -68,14 +68,19 @@ class PackRequest:
         return xxhash.xxh3_128_hexdigest(json.dumps(words).encode())
 
 
-def packed_rows(tokens: Tokens, request: PackRequest, folder: Path) -> tuple[Pieces, PackedRows]:
+def packed_rows(
+    tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | None = None
+) -> tuple[Pieces, PackedRows]:
     """Open the packed rows of a stream in the cache ``folder``, or make them there.
+
+    Args:
+        ends: where each document ends; None: behind each token that is ``request.end``.
 
     Raises DataError for documents that are too long where nothing is asked for those, for a stream without a
     document of two tokens, or a cache that cannot be written.
     """
     place = folder / f"packed-{request.key}"
-    return open_or_make(place, "packed rows", _open, lambda fresh: _build(tokens, request, fresh))
+    return open_or_make(place, "packed rows", _open, lambda fresh: _build(tokens, request, fresh, ends))
 
 
 def document_borders(tokens: Tokens, end: int) -> Numbers:
@@ -83,14 +88,21 @@ def document_borders(tokens: Tokens, end: int) -> Numbers:
     parts = [np.zeros(1, np.int64)]
     for at in range(0, len(tokens), SCAN_TOKENS):
         parts.append(np.flatnonzero(tokens[at : at + SCAN_TOKENS] == end) + at + 1)
-    borders = np.concatenate(parts)
-    return borders if borders[-1] == len(tokens) else np.append(borders, len(tokens))
+    return _closed(np.concatenate(parts), len(tokens))
 
 
-def _build(tokens: Tokens, request: PackRequest, folder: Path) -> None:
+def _closed(borders: Numbers, tokens: int) -> Numbers:
+    """Let what is left of a document at the stream's end be one."""
+    return borders if borders[-1] == tokens else np.append(borders, tokens)
+
+
+def _build(tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | None) -> None:
     """Pack into an empty folder."""
     room = request.room
-    borders = document_borders(tokens, request.end)
+    if ends is None:
+        borders = document_borders(tokens, request.end)
+    else:
+        borders = _closed(np.concatenate([np.zeros(1, np.int64), ends]), len(tokens))
     longest = int(np.diff(borders).max()) if len(borders) > 1 else 0
     if longest > room and request.long_documents is None:
         count = int((np.diff(borders) > room).sum())

@@ -85,6 +85,13 @@ class PackedSamples:
             words += f"; {self.pieces.parted} longer ones were split"
         return words
 
+    def places(self, sample: int) -> npt.NDArray[np.int64]:
+        """Return where in the stream each token of a row stands, ``[sequence_length + 1]``; -1: padding."""
+        out = np.full(self.sequence_length + 1, -1, np.int64)
+        for at, start, length in self._stretches(sample):
+            out[at : at + length] = np.arange(start, start + length)
+        return out
+
     def _stretches(self, sample: int) -> list[tuple[int, int, int]]:
         """Place in the row, start in the stream, and length of a row's pieces."""
         mine = self.packed.row(sample)

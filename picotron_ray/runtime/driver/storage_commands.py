@@ -11,7 +11,7 @@ from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.checkpoint.store.best import FIGURES, best_commit
 from picotron_ray.checkpoint.store.gc import collect, rewind_reach
 from picotron_ray.checkpoint.store.lineage import newest_generation
-from picotron_ray.checkpoint.store.manifest import committed_manifest
+from picotron_ray.checkpoint.store.manifest import Manifest, committed_manifest
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import latest_good, stream_ledger, verify_all
 from picotron_ray.config.resume import check_resume
@@ -165,8 +165,20 @@ def _refuse_running(run: str) -> None:
         )
 
 
-def _writer(log: RunLog, term: int, n: int) -> GenerationSpec:
-    """The generation that wrote a commit, as the log holds it; its entry comes before the commit's."""
+def newest_good(job: JobConfig) -> tuple[Storage, RunLog, Manifest] | None:
+    """Return a run's storage, its log and the manifest of its newest commit that verifies.
+
+    None where nothing is committed. Sizes of its chunks are looked at, not what they hold.
+    """
+    storage = open_storage(job.storage, job.name)
+    log = RunLog(storage)
+    log.refresh()
+    found = latest_good(storage, log, read_chunks=False) if log.entries() else None
+    return None if found is None else (storage, log, found.manifest)
+
+
+def generation_of(log: RunLog, term: int, n: int) -> GenerationSpec:
+    """Return a generation as the log holds it; its entry comes before those of its commits."""
     bodies = [entry.body for entry in log.entries() if entry.kind == "generation"]
     found = next(body for body in bodies if (body["term"], body["n"]) == (term, n))
     return spec_of(found, with_lineage=False)
@@ -192,6 +204,6 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
         data.plan,
         data.train,
         last_step=manifest.step,
-        passed=[rewind.passed for rewind in _writer(log, manifest.term, manifest.n).rewinds],
+        passed=[rewind.passed for rewind in generation_of(log, manifest.term, manifest.n).rewinds],
     )
     return {"commit": good.manifest.step, "complaints": list(good.complaints), **report.to_dict()}

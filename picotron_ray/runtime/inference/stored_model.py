@@ -71,7 +71,7 @@ def find_model(word: str, step: int | None = None, weights: str = TRAINED) -> Co
         CorruptError: the manifest is damaged, or of another model.
     """
     name, storage = find_storage(word)
-    job = _job_of(name, storage)
+    job = job_of_run(name, storage)
     log = RunLog(storage)
     log.refresh()
     manifest = committed_manifest(storage, _commit(name, log, step).body)
@@ -94,7 +94,8 @@ def find_model(word: str, step: int | None = None, weights: str = TRAINED) -> Co
     return CommittedModel(job, storage, manifest, kept)
 
 
-def _job_of(name: str, storage: Storage) -> JobConfig:
+def job_of_run(name: str, storage: Storage) -> JobConfig:
+    """Return the config of a stored run's newest launch."""
     config = newest_config(storage)
     if config is None:
         raise ConfigError(f"run: {storage.where} holds no run {name!r} (its run.json is missing)")

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from picotron_ray.config.schema.data import END_OF_DOCUMENT
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.tokenizer import Tokenizer, open_tokenizer
 from picotron_ray.errors import ConfigError
-
-END_SHOWN = "<|end of document|>"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Text to ids and back, as a run's data has it: a byte is its own id, and 256 ends a document.
+    """Text to ids and back, as a run's data has it.
 
     Fields:
-        vocabulary: ids that stand for something are below it; the model may have more.
-        end_id: ends a document; None: nothing says.
+        tokenizer: of the data.
     """
 
-    vocabulary: int
-    end_id: int | None
+    tokenizer: Tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that stand for something are below it; the model may have more."""
+        return self.tokenizer.vocabulary
+
+    @property
+    def end_id(self) -> int | None:
+        """Id that ends a document; None: nothing says."""
+        return self.tokenizer.end_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without an end."""
-        return list(text.encode("utf-8", "replace"))
+        """Return the ids of a text, without an end. Special tokens written out in it are these tokens."""
+        return [int(token) for token in self.tokenizer.encode([text], special=True)[0]]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         """Return the text of ids, for people: bytes of no character as U+FFFD."""
-        held = list(ids)
-        if any(token >= END_OF_DOCUMENT for token in held):
-            at = next(place for place, token in enumerate(held) if token >= END_OF_DOCUMENT)
-            shown = END_SHOWN if held[at] == END_OF_DOCUMENT else f"<|{held[at]}|>"
-            return self.decode(held[:at]) + shown + self.decode(held[at + 1 :])
-        return bytes(held).decode("utf-8", "replace")
+        return self.tokenizer.decode(ids)
 
 
 def text_of(job: JobConfig) -> ModelText:
@@ -44,12 +44,15 @@ def text_of(job: JobConfig) -> ModelText:
     Raises:
         ConfigError: the run's token files were made by a tokenizer that nobody knows here, or ids reach
             beyond the model's vocabulary.
+        DataError: the tokenizer's file is gone, or is none.
     """
-    if "memmap" in {source.source for source in job.data.named_sources.values()}:
+    memmap = "memmap" in {source.source for source in job.data.named_sources.values()}
+    if memmap and job.data.tokenizer is None:
         raise ConfigError(
-            "data.source: saw memmap, whose ids were made elsewhere; text cannot be turned into them here"
+            "data.source: saw memmap, whose ids were made elsewhere; say data.tokenizer=... to turn text into"
+            " them"
         )
-    found = ModelText(END_OF_DOCUMENT + 1, END_OF_DOCUMENT)
+    found = ModelText(open_tokenizer(job.data))
     if found.vocabulary > job.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: saw {job.model.vocab_size}, expected at least the {found.vocabulary} ids of"

@@ -3,7 +3,7 @@
 Small files, stored as bytes under ``imported/`` of the run and written back by an export. A run that takes
 over its weights (``init_from``) takes them over too. ``imported/record.json`` names them with their digests
 and says which ids the tokenizer makes, so that a run is not fed with ids of another one. JSON is parsed;
-``tokenizer.model`` (sentencepiece) is kept without a look inside, and nothing is unpickled.
+a sentencepiece model is kept without a look inside, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded, get_or_none
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.tokenizer import FileTokenizer, open_tokenizer
 from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
 from picotron_ray.runtime.run_storage.hf_files import json_object
 
@@ -47,7 +48,7 @@ class HfAssets:
         origin: where it came from, for messages.
         config: config.json of the checkpoint.
         files: bytes by name.
-        largest_id: the tokenizer's; None where there is none, or nothing but ``tokenizer.model``.
+        largest_id: the tokenizer's; None where there is none, or nothing but a sentencepiece model.
     """
 
     origin: str
@@ -168,9 +169,9 @@ def copy_assets(source: Storage, target: Storage) -> None:
         store(target, kept)
 
 
-def write(folder: Path, kept: HfAssets | None) -> None:
-    """Write the files into an export, as they were imported."""
-    for name, data in kept.files.items() if kept else ():
+def write(folder: Path, kept: HfAssets | None, tokenizer: Mapping[str, bytes] | None = None) -> None:
+    """Write the files into an export, as they were imported, or as the data's own tokenizer has them."""
+    for name, data in ({**(kept.files if kept else {}), **(tokenizer or {})}).items():
         (folder / name).write_bytes(data)
 
 
@@ -178,20 +179,42 @@ def write(folder: Path, kept: HfAssets | None) -> None:
 
 
 def source_note(job: JobConfig, kept: HfAssets | None) -> str | None:
-    """Warning where imported weights are fed with ids of the byte tokenizer.
+    """Warning where imported weights are fed with ids of the byte tokenizer, or of one not compared.
 
-    Raises ConfigError where they have a tokenizer of their own.
+    Raises ConfigError where they have a tokenizer of their own, and it gives tokens other ids.
     """
-    if kept is None or job.data.source == "memmap":
+    sources = job.data.named_sources.values()
+    if kept is None or all(source.source == "memmap" for source in sources):
         return None
+    if job.data.tokenizer is not None:
+        return _compared(job, kept)
     seen = f"data.source: saw {job.data.source}, whose ids are bytes"
     if kept.has_tokenizer:
         ids = "" if kept.largest_id is None else f", of ids up to {kept.largest_id}"
         raise ConfigError(
-            f"{seen}, but the weights come from {kept.origin} with a tokenizer of their own{ids}; tokenise"
-            " the text with that one, and say data.source=memmap"
+            f"{seen}, but the weights come from {kept.origin} with a tokenizer of their own{ids}; name its"
+            " file in data.tokenizer, or say data.source=memmap"
         )
     return (
         f"{seen}; the weights come from {kept.origin}, which had no tokenizer: what these ids mean to it was"
         " not checked"
     )
+
+
+def _compared(job: JobConfig, kept: HfAssets) -> str | None:
+    """Compare the data's tokenizer with that of imported weights: each token must have one id in both."""
+    if "tokenizer.json" not in kept.files:
+        return (
+            f"data.tokenizer: the weights come from {kept.origin}, which had no tokenizer.json: that its ids"
+            " are those of data.tokenizer was not checked"
+        )
+    ours = open_tokenizer(job.data)
+    assert isinstance(ours, FileTokenizer)
+    theirs = FileTokenizer({"tokenizer.json": kept.files["tokenizer.json"]}, kept.origin)
+    for token, number in theirs.words.items():
+        if ours.words.get(token) != number:
+            raise ConfigError(
+                f"data.tokenizer: token {token!r} has id {ours.words.get(token)}, but {number} in the"
+                f" tokenizer of {kept.origin}, where the weights come from; name that one"
+            )
+    return None

@@ -23,6 +23,7 @@ from picotron_ray.runtime.run_storage.commit_weights import stored_names
 from picotron_ray.runtime.run_storage.hf_assets import IMPORTED
 from picotron_ray.runtime.run_storage.hf_files import INDEX, SINGLE, safetensors
 from picotron_ray.runtime.run_storage.peft_export import layers_in_peft, merged, write_adapter
+from picotron_ray.runtime.run_storage.tokenizer_record import load_tokenizer
 
 
 def export_hf(
@@ -67,10 +68,9 @@ def export_hf(
             f"--step: the commit of step {found.manifest.step} is what was imported, and has no adapters yet;"
             " take a later one"
         )
-    data = job.data
-    config = hf.hf_config(
-        job.model, data.sequence_length, dtype, kept.config if kept else None, data.document_end
-    )
+    tokenizer = load_tokenizer(storage)
+    end = job.data.document_end if tokenizer is None else tokenizer.end
+    config = hf.hf_config(job.model, job.data.sequence_length, dtype, kept.config if kept else None, end)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,11 +80,12 @@ def export_hf(
             written = _write_adapter(job, folder, found.manifest, storage, dtype, kept, stored)
         else:
             written = _write_files(folder, _tensors(job, found.manifest, storage, dtype, stored), shard_bytes)
-            hf_assets.write(folder, kept)
+            hf_assets.write(folder, kept, tokenizer.files if tokenizer else None)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, safetensors().SafetensorError) as error:
         raise StorageError(f"{folder}: cannot be written: {error}; what is there is incomplete") from error
-    return {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
+    done = {"run": job.name, "step": found.manifest.step, "folder": str(folder), "files": written}
+    return done if tokenizer is None else {**done, "tokenizer": tokenizer.digest}
 
 
 def _check_target(folder: Path) -> None:

@@ -56,6 +56,7 @@ from picotron_ray.runtime.run_storage.generation_entries import (
 from picotron_ray.runtime.run_storage.life_sign import LifeSign, remove_older
 from picotron_ray.runtime.run_storage.origin_import import import_origin
 from picotron_ray.runtime.run_storage.run_json import NEWEST, saved_config
+from picotron_ray.runtime.run_storage.tokenizer_record import keep_tokenizer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -109,11 +110,11 @@ class RunStore:
 
     def claim(self) -> int:
         """Write run.json (if absent) and launch.json, claim a term where `Launch` may and show life since."""
-        config = saved_config(self._job)
-        saved = {**config, "origin": self._origin}
+        saved = {**(config := saved_config(self._job)), "origin": self._origin}
         with suppress(AlreadyExistsError):
             self._storage.put_if_absent("run.json", json.dumps(saved, indent=1).encode())
         self.data = settle_data(self._storage, self._job.name, self.data)
+        keep_tokenizer(self._storage, self._job)
         self._storage.put(NEWEST, json.dumps(config, indent=1).encode())
         term = self._log.claim_term(f"{socket.gethostname()}:{os.getpid()}", self._launch)
         self._life.begin(term)

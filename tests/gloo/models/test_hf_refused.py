@@ -16,12 +16,15 @@ from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.cli import app
 from picotron_ray.config.export import public_dict
 from picotron_ray.config.load import parse_job
+from picotron_ray.data.tokenizer import open_tokenizer
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.driver.resolve_job import check_machine
 from picotron_ray.runtime.driver.resolve_start import settled_start
 from picotron_ray.runtime.run_storage.hf_export import export_hf
 from picotron_ray.runtime.run_storage.hf_import import import_hf
 from picotron_ray.runtime.run_storage.run_store import RunStore
+from picotron_ray.runtime.run_storage.tokenizer_record import keep_tokenizer
+from tests.support.data_kit import CHATML, write_tokenizer
 from tests.support.gloo.hf_kit import change_config, job_for, make
 
 safetensors = pytest.importorskip("safetensors.torch", reason="of the hf extra")
@@ -298,3 +301,19 @@ def test_a_checkpoint_without_a_tokenizer_is_said_to_be_one(copy: Path) -> None:
     job = job_for(copy, copy.parent / "runs", "bare", data={"sequence_length": 24, "global_batch": 2})
     assert "had no tokenizer" in import_hf(job, copy)["note"]
     assert any("had no tokenizer" in line for line in check_machine(job, own_ray=True).notes)
+
+
+def test_an_export_has_the_tokenizer_of_the_data(copy: Path) -> None:
+    """In place of what was imported, with the id that ends its documents where nothing was."""
+    with_tokenizer(copy)
+    job = job_for(copy, copy.parent / "runs", "tokens")
+    import_hf(job, copy)
+    folder = write_tokenizer(copy.parent / "tok", template=CHATML)
+    data = job.data.model_copy(update={"tokenizer": str(folder)})
+    keep_tokenizer(open_storage(job.storage, job.name), job.model_copy(update={"data": data}))
+    out = copy.parent / "out"
+    done = export_hf(job, out, None, "float32", 1 << 30)
+    assert done["tokenizer"] == open_tokenizer(data).digest
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    assert (out / "vocab.json").read_bytes() == (copy / "vocab.json").read_bytes()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from picotron_ray.cli import app
+from picotron_ray.data.tokenizer import ByteTokenizer
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.inference.decoding import Sampling, choose, decode, logits_of
 from picotron_ray.runtime.inference.generate import read_prompt
@@ -114,7 +115,7 @@ def test_draws_have_the_probabilities_of_the_logits() -> None:
 
 
 def test_bytes_are_text() -> None:
-    text = ModelText(257, 256)
+    text = ModelText(ByteTokenizer())
     assert text.encode("aé") == [97, 195, 169]
     assert text.decode([97, 195, 169, 256, 98, 300, 255]) == "aé<|end of document|>b<|300|>�"
 

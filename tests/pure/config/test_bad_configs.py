@@ -290,7 +290,50 @@ BAD: dict[str, tuple[str, str, str]] = {
     # data
     "no path": ("data: {source: text}", "data.path", "expected a file, folder or glob"),
     "path with stdlib": ("data: {path: /tmp}", "data.path", "with data.source=stdlib, which reads none"),
-    "data at a URL": ("data: {source: text, path: 's3://b/x'}", "data.path", "saw a URL"),
+    "token files at a URL": ("data: {source: memmap, path: 's3://b/x'}", "data.path", "saw a URL"),
+    "a dataset at a URL": ("data: {source: hf, path: 'hf://datasets/x'}", "data.path", "saw a URL"),
+    "a tokenizer at a URL": ("data: {tokenizer: 's3://b/x'}", "data.tokenizer", "expected the path of a"),
+    "a template without rows": (
+        "data: {source: text, path: x, chat_template: x.jinja}",
+        "data.chat_template",
+        "saw one with data.source=text, which has no rows",
+    ),
+    "a tokenizer's template without a tokenizer": (
+        "data: {source: jsonl, path: x, chat_template: tokenizer}",
+        "data.chat_template",
+        "saw tokenizer without data.tokenizer",
+    ),
+    "a key of messages without a template": (
+        "data: {source: jsonl, path: x, messages_key: turns}",
+        "data.messages_key",
+        "saw 'turns' without data.chat_template",
+    ),
+    "a template and prompts": (
+        "data: {source: jsonl, path: x, chat_template: x.jinja, loss_mask: true, prompt_key: q}",
+        "data.prompt_key",
+        "saw 'q' with data.chat_template",
+    ),
+    "gaps to fill in of bytes": (
+        "data: {source: text, path: x, fill_in_the_middle: {}}",
+        "data.fill_in_the_middle",
+        "saw one without data.tokenizer",
+    ),
+    "gaps to fill in of token files": (
+        "data: {source: memmap, path: x, fill_in_the_middle: {}}",
+        "data.fill_in_the_middle",
+        "saw one with data.source=memmap",
+    ),
+    "gaps to fill in of chats": (
+        "data: {source: jsonl, path: x, tokenizer: t, chat_template: t.jinja, fill_in_the_middle: {}}",
+        "data.fill_in_the_middle",
+        "saw one with data.chat_template",
+    ),
+    "a split of files": ("data: {split: test}", "data.split", "saw 'test' with data.source=stdlib"),
+    "an object store of a folder": (
+        "data: {source: text, path: x, s3: {region: r}}",
+        "data.s3",
+        "data.path is no s3:// URL",
+    ),
     "masks of token files that do not say where documents end": (
         "data: {source: memmap, path: /x, document_masks: true}",
         "data.end_token",

@@ -179,6 +179,9 @@ def test_the_end_of_a_document_is_told_by_token_files_alone() -> None:
     ends = {source: DataConfig(source=source, path="x", end_token=5).document_end for source in SOURCES}
     assert ends == {"stdlib": 256, "text": 256, "jsonl": 256, "memmap": 5}
     assert DataConfig(source="memmap", path="x").document_end is None
+    two = [{"name": name, "source": "memmap", "path": "x", "end_token": 5} for name in "ab"]
+    assert DataConfig(sources=two).document_end == 5  # type: ignore[arg-type]
+    assert DataConfig(source="text", path="x", tokenizer="t").document_end is None, "the tokenizer's"
 
 
 def test_plain_data_round_trips() -> None:

@@ -7,6 +7,7 @@ import pytest
 from picotron_ray.config.load import load_job, recipe_names
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.validation.layout import layout_problems
+from picotron_ray.data.chat_template import ChatTemplate
 from picotron_ray.errors import ConfigError
 from picotron_ray.planner.datasheet import GPU
 from picotron_ray.planner.model_sizes import flops_per_token, parameter_count
@@ -31,6 +32,7 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
 }
 SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
+CHATS = ("sft-chat",)  # on the user's chats
 
 
 def recipe(name: str) -> JobConfig:
@@ -38,7 +40,7 @@ def recipe(name: str) -> JobConfig:
 
 
 def test_every_recipe_is_known_here() -> None:
-    assert recipe_names() == sorted([*PUBLISHED, *SELF_CONTAINED])
+    assert recipe_names() == sorted([*PUBLISHED, *SELF_CONTAINED, *CHATS])
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -91,3 +93,14 @@ def test_the_name_of_a_run_in_a_configs_place_is_told_what_to_give() -> None:
         load_job("night-7")
     with pytest.raises(ConfigError, match=r"did you mean quickstart\?$"):
         load_job("quickstrat")
+
+
+def test_chats_are_packed_and_their_answers_count() -> None:
+    """The recipe's template tells answers apart."""
+    job = recipe("sft-chat")
+    assert (job.data.batching, job.data.loss_mask) == ("packed", True)
+    assert job.data.chat_template is not None
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    text, spans = ChatTemplate(job.data.chat_template, "x", {}).render(messages, None, "here")
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    assert [text[a:b] for a, b in spans] == ["Ho<|im_end|>\n"]

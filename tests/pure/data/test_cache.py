@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from picotron_ray.config.schema.data import DataConfig
-from picotron_ray.data import bigram_baseline, cache
+from picotron_ray.data import bigram_baseline, cache, split_writer
 from picotron_ray.data.bigram_baseline import bigram_entropy
-from picotron_ray.data.cache import byte_splits, held_out
+from picotron_ray.data.cache import TextSource, byte_splits
 from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.split_writer import CacheForm, held_out
 from picotron_ray.errors import DataError
 
 NAMES = {"a.txt": False, "b.txt": True}
@@ -38,7 +39,7 @@ def places(folder: Path) -> list[str]:
 
 def test_version_stands_for_what_is_stored(tmp_path: Path) -> None:
     """Whoever changes what a cache holds, or how, gives it a new VERSION."""
-    assert cache._cache_key(DataConfig(), []) == "8c52b6b2ae2ba6fd5cc722981abdeb2c"
+    assert cache._cache_key(TextSource.of(DataConfig()), []) == "8c52b6b2ae2ba6fd5cc722981abdeb2c"
     splits = byte_splits(config(written(tmp_path / "docs", b"abbab")), tmp_path / "deep" / "cache")
     (place,) = (tmp_path / "deep" / "cache").glob("tokens-*[!k]")
     assert (place / "train.u16").read_bytes() == b"a\0b\0b\0"
@@ -61,7 +62,7 @@ def test_recorded_fingerprint(tmp_path: Path) -> None:
 
 def test_that_share_of_all_hashes_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = {b"0": 0, b"less": 2**62 - 1, b"border": 2**62, b"half": 2**63, b"last": 2**64 - 1}
-    monkeypatch.setattr(cache.xxhash, "xxh3_64_intdigest", hashes.__getitem__)
+    monkeypatch.setattr(split_writer.xxhash, "xxh3_64_intdigest", hashes.__getitem__)
     assert [key for key in hashes if held_out(key, 0.25)] == [b"0", b"less"]
 
 
@@ -110,7 +111,7 @@ def test_a_cache_of_more_than_256_mib_is_opened_unread(tmp_path: Path) -> None:
         (tmp_path / f"{name}.u16").touch()
         os.truncate(tmp_path / f"{name}.u16", 2 * count)
     (tmp_path / "meta.json").write_text(json.dumps({"tokens": tokens, "digest": "?", "bigram_entropy": 1}))
-    splits = cache._open(tmp_path, masked=False)
+    splits = cache._open(tmp_path, CacheForm(257, masked=False, ended=False, end=256))
     assert splits is not None
     assert (len(splits.train), len(splits.held_out)) == (2**27, 1)
 
@@ -143,7 +144,7 @@ def test_a_source_without_text_is_named(source: str, tmp_path: Path) -> None:
     data = DataConfig(source=source, path=str(tmp_path))  # type: ignore[arg-type]
     where = {"text": str(tmp_path), "stdlib": "the standard library"}[source]
     with pytest.raises(DataError) as caught:
-        cache._write(data, [], tmp_path)
+        cache._write(TextSource.of(data), [], tmp_path)
     assert str(caught.value) == f"data.path: {where} holds no text; every file of it is empty"
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data import sources
-from picotron_ray.data.sources import SourceFile, find_files, shown, unreadable
+from picotron_ray.data.listing import find_files
+from picotron_ray.data.source_files import SourceFile, shown, unreadable
 from picotron_ray.errors import DataError
 
 

@@ -324,7 +324,7 @@ def test_cache_folder_that_cannot_be_written(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_cache, "_append", full)
+    monkeypatch.setattr(token_cache, "write_splits", full)
     assert "No space left" in refused(tmp_path, path=str(box))
 
 

@@ -38,6 +38,45 @@ def data_show(
         emit(found) if as_json else print("\n".join(_shown(found)))
 
 
+@data.command("stats")
+def data_stats(config: Which, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Count documents, tokens, lengths, duplicates, held-out documents seen in training, and rows.
+
+    Example: picotron-ray data stats quickstart data.source=text data.path=corpus/
+    """
+    with reported(as_json):
+        from picotron_ray.commands.output import emit
+        from picotron_ray.runtime.driver import data_commands
+
+        found = data_commands.statistics(data_commands.job_of(config, overrides or []))
+        emit(found) if as_json else print("\n".join(line for one in found for line in _counted(one)))
+
+
+def _counted(source: dict[str, Any]) -> list[str]:
+    """Lines for people on one source's statistics."""
+    lines = [f"{source['source']}: tokens {source['digest']}"]
+    for name, title in (("train", "train"), ("held_out", "held out")):
+        part = source[name]
+        words = [f"{part['tokens']:,} tokens"]
+        if part["documents"] is None:
+            words.append("documents not known (data.end_token)")
+        else:
+            words.append(f"{part['documents']:,} documents, {part['duplicates']:,} of them duplicates")
+        if part["counted_share"] is not None:
+            words.append(f"{part['counted_share']:.1%} of the tokens count in the loss")
+        lines.append(f"  {title}: {', '.join(words)}")
+        if part["lengths"]:
+            lengths = ", ".join(f"{key} {value:,}" for key, value in part["lengths"].items())
+            lines.append(f"    tokens per document: {lengths}")
+        if part["rows"] is not None:
+            lines.append(f"    rows: {part['rows']:,}, {part['full']:.1%} full")
+    if source["train"]["no_rows"]:
+        lines.append(f"  no rows: {source['train']['no_rows']}")
+    if source["overlap"] is not None:
+        lines.append(f"  held-out documents that stand in train, too: {source['overlap']:,}")
+    return lines
+
+
 def _shown(found: dict[str, Any]) -> list[str]:
     """Lines for people."""
     if "samples" not in found:

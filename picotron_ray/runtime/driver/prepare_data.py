@@ -21,7 +21,15 @@ import numpy as np
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data.prepare.join import first_ones, join_source
 from picotron_ray.data.prepare.outline import VERSION, Outline, grouped, outline, part_jobs, section
-from picotron_ray.data.prepare.part import PartCounts, PartJob, open_part, opened, part_form, whole, write_part
+from picotron_ray.data.prepare.part import (
+    PartCounts,
+    PartJob,
+    open_part,
+    opened,
+    part_form,
+    whole,
+    write_part,
+)
 from picotron_ray.data.source_files import shown
 from picotron_ray.errors import DataError
 
@@ -54,12 +62,16 @@ def prepare(
     """
     out = out.expanduser().absolute()
     found = outline(data, dedupe)
-    if (known := _finished(out, found.key)) is not None:
-        return known
     work = out.with_name(f"{out.name}.parts")
+    left = [work, _lock(work)]
+    if (known := _finished(out, found.key)) is not None and not any(path.exists() for path in left):
+        return known
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
         with _alone(work):
+            if (known := _finished(out, found.key)) is not None:
+                shutil.rmtree(work, ignore_errors=True)  # a kill came between
+                return known
             return _prepare(data, found, out, work, shards, run, say)
     except OSError as error:
         why = error.strerror or str(error)
@@ -82,7 +94,6 @@ def _finished(out: Path, key: str) -> dict[str, Any] | None:
     try:
         known = json.loads((out / META).read_text("utf-8"))
         if known["key"] == key:
-            shutil.rmtree(out.with_name(f"{out.name}.parts"), ignore_errors=True)
             return dict(known)
         what = "tokens of another config, of other files or without the same --dedupe"
     except (OSError, ValueError, KeyError, TypeError):
@@ -90,15 +101,23 @@ def _finished(out: Path, key: str) -> dict[str, Any] | None:
     raise DataError(f"--out: {shown(out)} holds {what}; name an empty folder, or one that is not there")
 
 
+def _lock(work: Path) -> Path:
+    return work.with_name(f"{work.name}.lock")
+
+
 @contextmanager
 def _alone(work: Path) -> Iterator[None]:
-    lock = work.with_name(f"{work.name}.lock")
+    lock = _lock(work)
     with lock.open("a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gone = not os.fstat(
+                stream.fileno()
+            ).st_nlink  # its holder ended meanwhile, and others take a new one
         except BlockingIOError:
-            text = f"--out: another command writes {shown(work)}; wait for it, or stop it"
-            raise DataError(text) from None
+            gone = True
+        if gone:
+            raise DataError(f"--out: another command writes {shown(work)}; wait for it, or stop it")
         try:
             yield
         finally:

@@ -78,8 +78,8 @@ def _ends(files: list[Path], streams: list[Tokens]) -> tuple[Any, Any] | None:
         ends = np.fromfile(path, END)
         if path.stat().st_size % END.itemsize or (np.diff(ends, prepend=0, append=len(tokens)) < 0).any():
             raise DataError(
-                f"data.path: {shown(path)} does not hold ascending places of up to {len(tokens)}, 8 bytes each;"
-                " write it anew, or remove it to part documents by data.end_token"
+                f"data.path: {shown(path)} does not hold ascending places of up to {len(tokens)}, 8 bytes"
+                " each; write it anew, or remove it to part documents by data.end_token"
             )
         found.append(ends)
     return found[0], found[1]

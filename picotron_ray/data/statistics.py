@@ -81,7 +81,7 @@ def source_statistics(
     Args:
         key, data, model_vocab, seed, cache_dir: as `open_source` has them.
 
-    Raises DataError where the source cannot be read. One of which no rows can be made is counted all the same.
+    Raises DataError where the source cannot be read. One that makes no rows is counted, too.
     """
     splits, end = open_splits(key, data, model_vocab, cache_dir)
     samples: tuple[SampleSet | None, SampleSet | None] = (None, None)
@@ -100,7 +100,7 @@ def source_statistics(
         hashes.append(found)
     train, held = hashes
     overlap = None if train is None or held is None else int(np.isin(held, train).sum())
-    return SourceStatistics(key, splits.digest, *parts, overlap)
+    return SourceStatistics(key, splits.digest, parts[0], parts[1], overlap)
 
 
 def document_hashes(tokens: Tokens, borders: Numbers, end: int | None) -> Hashes:
@@ -113,7 +113,7 @@ def document_hashes(tokens: Tokens, borders: Numbers, end: int | None) -> Hashes
     first = 0
     for at, last in enumerate(borders[1:].tolist()):
         stop = last - 1 if last > first and tokens[last - 1] == end else last
-        found[at] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens[first:stop]))
+        found[at] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens[first:stop]).data)
         first = last
     return found
 

@@ -69,7 +69,7 @@ def join_source(
     opened = [open_part(place, form) for place in parts]
     counts = [0, 0]
     with ExitStack() as stack:
-        sides = [
+        sides: list[dict[str, BinaryIO]] = [
             {kind: stack.enter_context((folder / f"{name}.{kind}").open("wb")) for kind in form.kinds}
             for name in SPLITS
         ]

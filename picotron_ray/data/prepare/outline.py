@@ -11,7 +11,7 @@ import xxhash
 from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.cache import TextSource, cache_key
 from picotron_ray.data.listing import find_files
-from picotron_ray.data.prepare.part import PartJob
+from picotron_ray.data.prepare.part import PartJob, settings_key
 from picotron_ray.data.source_samples import alone
 from picotron_ray.errors import DataError
 
@@ -26,11 +26,13 @@ class SourceOutline:
     Fields:
         name: of the source; empty where the config has no list of them.
         data: of it alone.
+        settings: hash of them (`settings_key`).
         files: identities of its files, in their order.
     """
 
     name: str
     data: DataConfig
+    settings: str
     files: tuple[str, ...]
 
 
@@ -54,16 +56,16 @@ def outline(data: DataConfig, dedupe: bool) -> Outline:
     for key, source in data.named_sources.items():
         if source.source == "memmap":
             raise DataError(
-                f"{key}.source: saw memmap, whose tokens are there already; train from it as it is, or leave it"
-                " out of what is prepared"
+                f"{key}.source: saw memmap, whose tokens are there already; train from it as it is, or leave"
+                " it out of what is prepared"
             )
         own = alone(key, data)
-        files = find_files(own)
+        files, text = find_files(own), TextSource.of(own)
         name = key.rpartition(".")[2] if data.sources else ""
-        sources.append(SourceOutline(name, own, tuple(file.identity() for file in files)))
-        words.append([name, cache_key(TextSource.of(own), files)])
-    text = json.dumps([VERSION, dedupe, words])
-    return Outline(xxhash.xxh3_128_hexdigest(text.encode()), tuple(sources), dedupe)
+        sources.append(SourceOutline(name, own, settings_key(text), tuple(file.identity() for file in files)))
+        words.append([name, cache_key(text, files)])
+    said = json.dumps([VERSION, dedupe, words])
+    return Outline(xxhash.xxh3_128_hexdigest(said.encode()), tuple(sources), dedupe)
 
 
 def grouped(files: tuple[str, ...], shards: int | None) -> list[list[int]]:
@@ -107,6 +109,7 @@ def part_jobs(found: Outline, groups: list[list[list[int]]], folder: Path) -> li
         [
             PartJob(
                 source.data,
+                (found.key, source.settings),
                 tuple(source.files[at] for at in group),
                 folder / f"{number:02}-{index:06}",
             )
@@ -134,8 +137,7 @@ def section(data: DataConfig, out: Path, forms: dict[str, dict[str, object]]) ->
         return {"source": "memmap", "path": str(out), **forms[""], **kept}
     sources: list[dict[str, object]] = []
     for source in data.sources:
-        own = source.model_dump(mode="json", exclude_defaults=True)
-        mixed = {name: own[name] for name in ("weight", "repeat") if name in own}
+        own = source.model_dump(mode="json", include={"weight", "repeat"}, exclude_defaults=True)
         place = {"source": "memmap", "path": str(out / source.name)}
-        sources.append({"name": source.name, **mixed, **place, **forms[source.name]})
+        sources.append({"name": source.name, **own, **place, **forms[source.name]})
     return {"sources": sources, **kept}

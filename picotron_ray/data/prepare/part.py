@@ -1,8 +1,8 @@
-"""Parts of prepared data: the documents of some input files as tokens, in a folder that is there whole or not.
+"""Parts of prepared data: documents of some input files as tokens, in a folder that is whole or not there.
 
-A folder holds ``tokens``, ``mask`` where only some count, ``ends``, ``held`` (a byte per document: 1 where it
-is held out), ``hashes`` (16 bytes per document, of its tokens and what of them counts) and ``manifest.json``
-with counts and each file's size and digest. It is written beside its place and renamed.
+A folder holds ``u16`` or ``u32`` (tokens), ``mask`` where only some count, ``ends``, ``held`` (a byte per
+document: 1 where it is held out), ``hashes`` (16 bytes per document, of its tokens and of what counts) and
+``manifest.json`` with counts and each file's size and digest. It is written beside its place and renamed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class PartJob:
 
     Fields:
         data: of one source, by itself.
+        key: of the outline, and of the source's settings (`settings_key`).
         files: identities of the files, in their order.
         place: the part's folder.
     """
 
     data: DataConfig
+    key: tuple[str, str]
     files: tuple[str, ...]
     place: Path
 
@@ -105,7 +107,7 @@ def write_part(job: PartJob) -> PartCounts:
 
 
 def _fill(job: PartJob, folder: Path) -> None:
-    source = opened(job.data)
+    source = opened(job.data, job.key)
     files, form = _files(job), part_form(source)
     held: list[bool] = []
     with ExitStack() as stack:
@@ -137,27 +139,41 @@ def document_digests(tokens: Any, mask: Any, ends: npt.NDArray[np.int64]) -> npt
     found = np.empty((len(ends), 2), HASH)
     first = 0
     for at, last in enumerate(ends.tolist()):
-        hasher = xxhash.xxh3_128(np.ascontiguousarray(tokens[first:last]))
+        hasher = xxhash.xxh3_128(np.ascontiguousarray(tokens[first:last]).data)
         if mask is not None:
-            hasher.update(np.ascontiguousarray(mask[first:last]))
+            hasher.update(np.ascontiguousarray(mask[first:last]).data)
         found[at] = divmod(hasher.intdigest(), 1 << 64)
         first = last
     return found
 
 
 @lru_cache(maxsize=8)
-def opened(data: DataConfig) -> TextSource:
-    """Open a source's tokenizer and template, once per process."""
-    return TextSource.of(data)
+def opened(data: DataConfig, key: tuple[str, str]) -> TextSource:
+    """Open a source's tokenizer and template, once per process and outline.
+
+    Raises DataError where they are not those of the outline.
+    """
+    source = TextSource.of(data)
+    if settings_key(source) != key[1]:
+        raise DataError(
+            f"data.tokenizer: the tokenizer or chat template of {socket.gethostname()} is not that which the"
+            " command began with; copy the same files to every node"
+        )
+    return source
+
+
+def settings_key(source: TextSource) -> str:
+    """Hash all that decides a source's tokens, but for its files."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(source.settings()).encode())
 
 
 @lru_cache(maxsize=8)
-def _listed(data: DataConfig) -> dict[str, InputFile]:
+def _listed(data: DataConfig, key: tuple[str, str]) -> dict[str, InputFile]:
     return {file.identity(): file for file in find_files(data)}
 
 
 def _files(job: PartJob) -> Sequence[InputFile]:
-    known = _listed(job.data)
+    known = _listed(job.data, job.key)
     for identity in job.files:
         if identity not in known:
             raise _changed(identity)

@@ -1,7 +1,7 @@
 """``data prepare``: text into token files, in parts that tasks write and that outlive a kill.
 
-``OUT.parts`` beside the result holds the outline's key, the grouping of files, and the parts; a lock beside it
-keeps a second command out. The joined folder is renamed into ``OUT`` and the parts go away.
+``OUT.parts`` beside the result holds the outline's key, the grouping of files, and the parts; a lock beside
+it keeps a second command out. The joined folder is renamed into ``OUT`` and the parts go away.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ def _alone(work: Path) -> Iterator[None]:
     with lock.open("a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            gone = not os.fstat(
-                stream.fileno()
-            ).st_nlink  # its holder ended meanwhile, and others take a new one
+            gone = not os.fstat(stream.fileno()).st_nlink  # its holder has ended, and others make a new one
         except BlockingIOError:
             gone = True
         if gone:
@@ -184,7 +182,7 @@ def _join(
     sources: dict[str, Any] = {}
     forms: dict[str, dict[str, object]] = {}
     for number, (source, mine) in enumerate(zip(found.sources, jobs, strict=True)):
-        text = opened(source.data)
+        text = opened(source.data, (found.key, source.settings))
         form = part_form(text)
         place = folder / source.name
         place.mkdir(parents=True)
@@ -211,13 +209,13 @@ def _kept(found: Outline, jobs: list[list[PartJob]]) -> list[list[Any]]:
     """Whether each document stays: by source and part."""
     hashes = []
     for source, mine in zip(found.sources, jobs, strict=True):
-        form = part_form(opened(source.data))
+        form = part_form(opened(source.data, (found.key, source.settings)))
         hashes.append([np.array(open_part(job.place, form).hashes) for job in mine])
     flags = first_ones([part for mine in hashes for part in mine])
-    at, kept = 0, []
-    for mine in hashes:
+    at, kept = 0, list[list[Any]]()
+    for parts in hashes:
         kept.append([])
-        for part in mine:
+        for part in parts:
             kept[-1].append(flags[at : at + len(part)])
             at += len(part)
     return kept

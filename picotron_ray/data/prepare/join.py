@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from picotron_ray.data.prepare.part import READ_BYTES, Part, file_digest, open_part
+from picotron_ray.data.prepare.part import READ_BYTES, WrittenPart, file_digest, open_part
 from picotron_ray.data.split_writer import END, SPLITS, CacheForm, fill_both
 from picotron_ray.errors import DataError
 
@@ -85,7 +85,7 @@ def join_source(
     return _named(form, folder, duplicates, sum(part.end_ids for part in opened) > documents)
 
 
-def _append(part: Part, chosen: Flags, streams: dict[str, BinaryIO], before: int) -> int:
+def _append(part: WrittenPart, chosen: Flags, streams: dict[str, BinaryIO], before: int) -> int:
     """Append the chosen documents of a part.
 
     Args:

@@ -37,7 +37,7 @@ class SourceOutline:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class PrepareOutline:
     """Outline of what is prepared.
 
     Fields:
@@ -50,7 +50,7 @@ class Outline:
     dedupe: bool
 
 
-def outline(data: DataConfig, dedupe: bool) -> Outline:
+def outline(data: DataConfig, dedupe: bool) -> PrepareOutline:
     """List what is to be read. Raises DataError where that is tokens already, or nothing."""
     sources, words = [], []
     for key, source in data.named_sources.items():
@@ -65,7 +65,7 @@ def outline(data: DataConfig, dedupe: bool) -> Outline:
         sources.append(SourceOutline(name, own, settings_key(text), tuple(file.identity() for file in files)))
         words.append([name, cache_key(text, files)])
     said = json.dumps([VERSION, dedupe, words])
-    return Outline(xxhash.xxh3_128_hexdigest(said.encode()), tuple(sources), dedupe)
+    return PrepareOutline(xxhash.xxh3_128_hexdigest(said.encode()), tuple(sources), dedupe)
 
 
 def grouped(files: tuple[str, ...], shards: int | None) -> list[list[int]]:
@@ -98,7 +98,7 @@ def _size(identity: str) -> int:
     return int(field) if field.isdigit() else 0
 
 
-def part_jobs(found: Outline, groups: list[list[list[int]]], folder: Path) -> list[list[PartJob]]:
+def part_jobs(found: PrepareOutline, groups: list[list[list[int]]], folder: Path) -> list[list[PartJob]]:
     """Make the jobs of each source's parts.
 
     Args:

@@ -62,7 +62,7 @@ class PartCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenPart:
     """Part that is written, memory-mapped.
 
     Fields:
@@ -209,11 +209,11 @@ def whole(place: Path) -> bool:
         return False
 
 
-def open_part(place: Path, form: CacheForm) -> Part:
+def open_part(place: Path, form: CacheForm) -> WrittenPart:
     """Map a part that is there."""
     streams = {kind: _map(place / kind, dtype) for kind, dtype in form.kinds.items() if kind != "ends"}
     meta = json.loads((place / MANIFEST).read_text("utf-8"))
-    return Part(
+    return WrittenPart(
         streams,
         _map(place / "ends", END),
         _map(place / "held", MASK),

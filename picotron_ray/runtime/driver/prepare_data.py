@@ -20,7 +20,7 @@ import numpy as np
 
 from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.data.prepare.join import first_ones, join_source
-from picotron_ray.data.prepare.outline import VERSION, Outline, grouped, outline, part_jobs, section
+from picotron_ray.data.prepare.outline import VERSION, PrepareOutline, grouped, outline, part_jobs, section
 from picotron_ray.data.prepare.part import (
     PartCounts,
     PartJob,
@@ -123,7 +123,7 @@ def _alone(work: Path) -> Iterator[None]:
 
 
 def _prepare(
-    data: DataConfig, found: Outline, out: Path, work: Path, shards: int | None, run: Run, say: Say
+    data: DataConfig, found: PrepareOutline, out: Path, work: Path, shards: int | None, run: Run, say: Say
 ) -> dict[str, Any]:
     jobs = part_jobs(found, _groups(found, work, shards), work / "parts")
     flat = [job for mine in jobs for job in mine]
@@ -155,7 +155,7 @@ def _prepare(
     return meta
 
 
-def _groups(found: Outline, work: Path, shards: int | None) -> list[list[list[int]]]:
+def _groups(found: PrepareOutline, work: Path, shards: int | None) -> list[list[list[int]]]:
     """Return the grouping of an earlier call, or a new one, which is kept."""
     plan = work / "outline.json"
     if plan.exists():
@@ -175,7 +175,7 @@ def _groups(found: Outline, work: Path, shards: int | None) -> list[list[list[in
 
 
 def _join(
-    data: DataConfig, found: Outline, jobs: list[list[PartJob]], folder: Path, out: Path
+    data: DataConfig, found: PrepareOutline, jobs: list[list[PartJob]], folder: Path, out: Path
 ) -> dict[str, Any]:
     """Write the result into a new folder."""
     kept = _kept(found, jobs) if found.dedupe else None
@@ -205,7 +205,7 @@ def _join(
     return meta
 
 
-def _kept(found: Outline, jobs: list[list[PartJob]]) -> list[list[Any]]:
+def _kept(found: PrepareOutline, jobs: list[list[PartJob]]) -> list[list[Any]]:
     """Whether each document stays: by source and part."""
     hashes = []
     for source, mine in zip(found.sources, jobs, strict=True):

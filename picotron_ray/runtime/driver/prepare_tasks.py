@@ -6,6 +6,7 @@ A process ends with the command, whatever ends that, and Ray ends tasks whose dr
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,6 +41,7 @@ def on_this_machine(jobs: Sequence[PartJob]) -> Iterator[tuple[int, PartCounts]]
 
 def _begin() -> None:
     os.environ.update(ONE_CORE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command says that it was interrupted
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
 

@@ -65,6 +65,102 @@ def data_score(
         table(score_command.score(job, by, out, run=run, step=step, key=key, say=say), as_json)
 
 
+@data.command("stats")
+def data_stats(config: Which, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Count documents, tokens, lengths, duplicates, held-out documents seen in training, and rows.
+
+    Example: picotron-ray data stats quickstart data.source=text data.path=corpus/
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver import data_commands
+
+        found = data_commands.statistics(data_commands.job_of(config, overrides or []))
+        emit(found) if as_json else print("\n".join(line for one in found for line in _counted(one)))
+
+
+@data.command("prepare")
+def data_prepare(
+    config: Which,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="folder for the token files")] = ...,  # type: ignore[assignment]
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="parts of each source, by whole files; else of some 64 MB")
+    ] = None,
+    dedupe: Annotated[bool, typer.Option(help="leave out documents that an earlier one equals")] = False,
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to use; else this machine's cores")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the config's text as token files (`data.source: memmap`) that train to the same rows.
+
+    Killed, it goes on where it was when it is called again. Ends with the config's data section to use.
+
+    Example: picotron-ray data prepare quickstart --out tokens --dedupe
+    """
+    with reported(as_json):
+        from picotron_ray.runtime.driver import data_commands, prepare_data, prepare_tasks
+
+        job = data_commands.job_of(config, overrides or [])
+
+        def say(line: dict[str, Any]) -> None:
+            emit(line) if as_json else print(_progress(line), flush=True)
+
+        run = prepare_tasks.on_ray(address) if address else prepare_tasks.on_this_machine
+        found = prepare_data.prepare(job.data, out, shards, dedupe, run, say)
+        emit(found) if as_json else print("\n".join(_prepared(found)))
+
+
+def _progress(line: dict[str, Any]) -> str:
+    if "part" in line:
+        counts = f"{line['documents']:,} documents, {line['tokens']:,} tokens"
+        return f"part {line['part']}: {counts}; {line['done']} of {line['parts']} parts are done"
+    if "kept" in line:
+        return f"{line['kept']} of {line['parts']} parts were there already"
+    return f"joining {line['joining']} parts"
+
+
+def _prepared(found: dict[str, Any]) -> list[str]:
+    """Lines for people on what was prepared."""
+    import yaml
+
+    lines = []
+    for name, source in found["sources"].items():
+        parts = ", ".join(
+            f"{source['tokens'][part]:,} tokens of {source['documents'][part]:,} documents {where}"
+            for part, where in (("train", "to train on"), ("held_out", "held out"))
+        )
+        lines.append(f"{name}: {parts}; {source['duplicates']:,} duplicates left out")
+        lines += [f"  {file}: xxh3_128 {digest}" for file, digest in source["digests"].items()]
+    text = yaml.safe_dump({"data": found["data"]}, sort_keys=False, default_flow_style=None, width=100)
+    return [*lines, "train from it with:", *text.rstrip().splitlines()]
+
+
+def _counted(source: dict[str, Any]) -> list[str]:
+    """Lines for people on one source's statistics."""
+    lines = [f"{source['source']}: tokens {source['digest']}"]
+    for name, title in (("train", "train"), ("held_out", "held out")):
+        part = source[name]
+        words = [f"{part['tokens']:,} tokens"]
+        if part["documents"] is None:
+            words.append("documents not known (data.end_token)")
+        else:
+            words.append(f"{part['documents']:,} documents, {part['duplicates']:,} of them duplicates")
+        if part["counted_share"] is not None:
+            words.append(f"{part['counted_share']:.1%} of the tokens count in the loss")
+        lines.append(f"  {title}: {', '.join(words)}")
+        if part["lengths"]:
+            lengths = ", ".join(f"{key} {value:,}" for key, value in part["lengths"].items())
+            lines.append(f"    tokens per document: {lengths}")
+        if part["rows"] is not None:
+            lines.append(f"    rows: {part['rows']:,}, {part['full']:.1%} full")
+    if source["train"]["no_rows"]:
+        lines.append(f"  no rows: {source['train']['no_rows']}")
+    if source["overlap"] is not None:
+        lines.append(f"  held-out documents that stand in train, too: {source['overlap']:,}")
+    return lines
+
+
 def _shown(found: dict[str, Any]) -> list[str]:
     """Lines for people."""
     if "samples" not in found:

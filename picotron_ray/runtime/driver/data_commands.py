@@ -16,8 +16,10 @@ from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.data.ledger_line import shared_digest
 from picotron_ray.data.plan.advance import StageRecord
+from picotron_ray.data.plan.build_plan import source_seeds
 from picotron_ray.data.plan.sample_plan import Feed, StagedPlan
 from picotron_ray.data.shown_rows import shown_rows
+from picotron_ray.data.statistics import source_statistics
 from picotron_ray.data.tokenizer import open_tokenizer
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
@@ -94,6 +96,15 @@ def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | No
         "rows": rows[:most],
         "left_off": max(0, len(rows) - most) if most is not None else 0,
     }
+
+
+def statistics(job: JobConfig) -> list[dict[str, Any]]:
+    """Return what each source of a job's data holds (`source_statistics`)."""
+    data = job.data
+    return [
+        source_statistics(key, data, job.model.vocab_size, seed, cache_folder()).to_dict()
+        for key, seed in zip(data.named_sources, source_seeds(data, job.seed), strict=True)
+    ]
 
 
 def _of_rank(feed: Feed, layout: Layout | None, rank: int, step: int) -> StepBatch:

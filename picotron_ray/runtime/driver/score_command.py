@@ -9,13 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from picotron_ray.config.schema.data import SourceConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.column_scores import document_values, row_values
 from picotron_ray.data.plan.build_plan import source_seeds
 from picotron_ray.data.plan.score_files import write_scores
 from picotron_ray.data.samples import SampleSet
-from picotron_ray.data.source_samples import SourceSamples, open_source, training_borders
+from picotron_ray.data.source_samples import SourceSamples, alone, open_source, training_borders
 from picotron_ray.errors import ConfigError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 
@@ -85,7 +84,6 @@ def _by_model(
 
 
 def _by_column(job: JobConfig, at: str, source: SourceSamples, key: str) -> npt.NDArray[np.float64]:
-    own = {name: getattr(job.data.named_sources[at], name) for name in SourceConfig.model_fields}
-    alone = job.data.model_copy(update={**own, "sources": ()})
-    borders = training_borders(alone, job.model.vocab_size, cache_folder())
-    return row_values(source.train, document_values(alone, key), borders)
+    own = alone(job.data, at)
+    borders = training_borders(own, job.model.vocab_size, cache_folder())
+    return row_values(source.train, document_values(own, key), borders)

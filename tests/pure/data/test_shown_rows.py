@@ -117,6 +117,9 @@ def test_without_a_commit_the_config_says_what_a_step_would_feed(tmp_path: Path)
     ):
         with pytest.raises(ConfigError, match=said):
             data_commands.show_step(job, *words)
-    stages = {"advance": "auto", "stages": [{"name": "a", "steps": 9, "difficulty": 0.5}, {"name": "b", "steps": 1}]}
+    stages = {
+        "advance": "auto",
+        "stages": [{"name": "a", "steps": 9, "difficulty": 0.5}, {"name": "b", "steps": 1}],
+    }
     with pytest.raises(ConfigError, match="advance=auto the run decides"):
         data_commands.show_step(job_of(tmp_path, **of(tmp_path, "lower"), curriculum=stages), 18)

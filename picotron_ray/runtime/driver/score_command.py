@@ -84,6 +84,6 @@ def _by_model(
 
 
 def _by_column(job: JobConfig, at: str, source: SourceSamples, key: str) -> npt.NDArray[np.float64]:
-    own = alone(job.data, at)
+    own = alone(at, job.data)
     borders = training_borders(own, job.model.vocab_size, cache_folder())
     return row_values(source.train, document_values(own, key), borders)

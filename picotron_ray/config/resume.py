@@ -34,6 +34,9 @@ _VERDICTS: dict[str, Verdict] = {
     "data.tokenizer": "may",  # its digest is part of the fingerprint
     "data.s3": "may",
     "data.curriculum.scores": "may",  # what it holds is part of the data's fingerprint
+    "meta": "refuse",
+    "meta.inner_rate": "warn",
+    "meta.inner_steps": "warn",
     "optimizer": "warn",
     "optimizer.name": "refuse",
     "optimizer.offload": "may",

@@ -112,7 +112,7 @@ def text_splits(source: TextSource, folder: Path) -> TokenSplits:
     written.
     """
     files = find_files(source.data)
-    place = folder / f"tokens-{_cache_key(source, files)}"
+    place = folder / f"tokens-{cache_key(source, files)}"
     return open_or_make(
         place,
         "token cache",
@@ -121,8 +121,8 @@ def text_splits(source: TextSource, folder: Path) -> TokenSplits:
     )
 
 
-def _cache_key(source: TextSource, files: Sequence[InputFile]) -> str:
-    """Identity of what would be tokenised: settings, and each file's name, size and mark."""
+def cache_key(source: TextSource, files: Sequence[InputFile]) -> str:
+    """Return the identity of what would be tokenised: settings, and each file's name, size and mark."""
     hasher = xxhash.xxh3_128(json.dumps(source.settings()).encode())
     for file in files:
         hasher.update(file.identity().encode("utf-8", "surrogateescape"))

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from blake3 import blake3
@@ -26,8 +27,9 @@ from picotron_ray.data.source_files import shown
 from picotron_ray.data.tokenizer import FileTokenizer, Tokenizer
 from picotron_ray.errors import DataError
 
-OPEN, CLOSE = "\x00<generation>\x00", "\x00</generation>\x00"
-"""Around answers while a template renders; no text may hold them."""
+_MARK = token_hex(16)
+OPEN, CLOSE = f"\x00<{_MARK}>\x00", f"\x00</{_MARK}>\x00"
+"""Around answers while a template renders. Drawn by each process, so that no text can hold them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FAILURES = (
     TypeError,
@@ -36,6 +38,7 @@ _FAILURES = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 Spans = tuple[tuple[int, int], ...]
 

@@ -15,7 +15,7 @@ from picotron_ray.config.support.mixture import shares_by_step
 from picotron_ray.data import batch
 from picotron_ray.data.held_out_sets import HeldOutSet, held_out_sets
 from picotron_ray.data.plan.advance import StageRecord
-from picotron_ray.data.plan.build_plan import build_plan, plan_words, source_seeds
+from picotron_ray.data.plan.build_plan import build_plan, source_seeds
 from picotron_ray.data.plan.mixed_samples import MixedSamples
 from picotron_ray.data.plan.mixture import MixturePlan
 from picotron_ray.data.plan.sample_plan import Feed, SamplePlan, StagedPlan
@@ -98,14 +98,14 @@ def build_dataset(
         for key, own in zip(data.named_sources, source_seeds(data, seed), strict=True)
     ]
     joined = _joined(data, found) if data.sources else found[0]
-    words = plan_words(data, seed, found)
+    plan, words = build_plan(data, model_vocab, seed, found, cache_dir)
     text = words if isinstance(words, str) else json.dumps(words)
     splits = DataSplits(
         train=joined.train,
         held_out=joined.held_out,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
         bigram_entropy=joined.bigram_entropy,
-        plan=build_plan(data, model_vocab, seed, found, cache_dir),
+        plan=plan,
         global_batch=data.global_batch,
         notes=joined.notes,
         sets=held_out_sets(data, evaluate, [source.held_out for source in found], model_vocab, cache_dir),

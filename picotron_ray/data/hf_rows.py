@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from picotron_ray.config.schema.data import DataConfig
+from picotron_ray.config.schema.data import DataConfig, SourceConfig
 from picotron_ray.data.source_files import require_columns, shown
 from picotron_ray.errors import DataError, install_extra
 
@@ -69,4 +69,8 @@ def find_dataset(data: DataConfig) -> HfDataset:
                 f" {shown(data.path)}"
             )
         found = found[data.split]
+    elif data.split != SourceConfig().split and os.path.isdir(path):
+        raise DataError(
+            f"data.split: saw {data.split!r}, but {shown(data.path)} was saved without splits; leave it out"
+        )
     return HfDataset(data.path, found)

@@ -12,6 +12,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,7 +22,7 @@ from picotron_ray.data.bigram_baseline import bigram_entropy
 from picotron_ray.data.cache import TokenSplits
 from picotron_ray.data.samples import Tokens
 from picotron_ray.data.source_files import require_file, shown, unreadable
-from picotron_ray.data.split_writer import tail_tokens
+from picotron_ray.data.split_writer import END, tail_tokens
 from picotron_ray.errors import DataError
 
 SCAN_TOKENS = 16 << 20
@@ -62,7 +63,26 @@ def memmap_splits(data: DataConfig, vocabulary: int, folder: Path) -> TokenSplit
     if data.finds_documents:
         _check_end(streams[0], data.end_token, paths[0])
     pair = (masks[0], masks[1]) if masks else None
-    return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]), pair)
+    ends = _ends(paths, streams) if data.finds_documents and len(paths) == 2 else None
+    digests += [xxhash.xxh3_128_hexdigest(part) for part in ends or ()]
+    return TokenSplits(streams[0], streams[1], "-".join(digests), bigram_entropy(streams[1]), pair, ends)
+
+
+def _ends(files: list[Path], streams: list[Tokens]) -> tuple[Any, Any] | None:
+    """Open the files that say where documents end, where they lie beside both token files."""
+    paths = [file.with_suffix(".ends") for file in files]
+    if not all(path.exists() for path in paths):
+        return None
+    found = []
+    for path, tokens in zip(paths, streams, strict=True):
+        ends = np.fromfile(path, END)
+        if path.stat().st_size % END.itemsize or (np.diff(ends, prepend=0, append=len(tokens)) < 0).any():
+            raise DataError(
+                f"data.path: {shown(path)} does not hold ascending places of up to {len(tokens)}, 8 bytes"
+                " each; write it anew, or remove it to part documents by data.end_token"
+            )
+        found.append(ends)
+    return found[0], found[1]
 
 
 def _mask(file: Path, tokens: int, folder: Path) -> tuple[Tokens, str]:

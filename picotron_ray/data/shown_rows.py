@@ -100,7 +100,7 @@ def _parts(
     tokenizer: Tokenizer,
 ) -> Iterator[ShownPart]:
     """Cut a row where its documents end. The last token, which is no input, goes with the one before it."""
-    numbers = np.append(documents, documents[-1])
+    numbers = np.append(documents, documents[-1] if places[-1] >= 0 else PADDING)
     edges = np.flatnonzero(np.diff(numbers)) + 1
     for first, last in zip([0, *edges.tolist()], [*edges.tolist(), len(tokens)], strict=True):
         padded = numbers[first] == PADDING and places[first] < 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from picotron_ray.data.batch import EVALUATION_SEED
 from picotron_ray.data.cache import TextSource, TokenSplits, text_splits
 from picotron_ray.data.memmap import SCAN_TOKENS, memmap_splits
 from picotron_ray.data.plan.buckets import bucket_widths
-from picotron_ray.data.plan.packed_cache import PackRequest, packed_rows
+from picotron_ray.data.plan.packed_cache import PackRequest, document_borders, packed_rows
 from picotron_ray.data.plan.packed_samples import PackedSamples
+from picotron_ray.data.plan.packing import Numbers
 from picotron_ray.data.samples import Dataset, SampleSet, Tokens
 from picotron_ray.errors import DataError
+
+_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,46 @@ def open_source(key: str, data: DataConfig, model_vocab: int, seed: int, cache_d
 
     Raises DataError as `data.dataset.build_dataset` does.
     """
+    return _named(key, data, lambda own: _open(own, model_vocab, seed, cache_dir))
+
+
+def open_splits(
+    key: str, data: DataConfig, model_vocab: int, cache_dir: Path
+) -> tuple[TokenSplits, int | None]:
+    """Open the token streams of a source; with the id that ends a document, None where nothing says.
+
+    Raises DataError as `open_source` does, but for what samples need.
+    """
+    return _named(key, data, lambda own: _splits(own, model_vocab, cache_dir))
+
+
+def alone(key: str, data: DataConfig) -> DataConfig:
+    """Return the data of one source by itself."""
     source = data.named_sources[key]
     own = {name: getattr(source, name) for name in SourceConfig.model_fields}
+    return data.model_copy(update={**own, "sources": ()})
+
+
+def _named(key: str, data: DataConfig, opened: Callable[[DataConfig], _Opened]) -> _Opened:
+    """Open a source, under whose key messages stand."""
     try:
-        return _open(data.model_copy(update={**own, "sources": ()}), model_vocab, seed, cache_dir)
+        return opened(alone(key, data))
     except DataError as error:
         name, dot, rest = str(error).partition(".")
-        if key == "data" or name != "data" or rest.partition(":")[0] not in own:
+        if key == "data" or name != "data" or rest.partition(":")[0] not in SourceConfig.model_fields:
             raise
         raise DataError(f"{key}{dot}{rest}") from None
+
+
+def training_borders(data: DataConfig, model_vocab: int, cache_dir: Path) -> Numbers:
+    """Return the first token of each training document of one source, and the stream's end: int64.
+
+    Raises DataError as `open_source` does.
+    """
+    splits, end = _splits(data, model_vocab, cache_dir)
+    if splits.ends is not None:
+        return np.append(np.zeros(1, np.int64), splits.ends[0])
+    return document_borders(splits.train, end_of(data) if end is None else end)
 
 
 def _open(data: DataConfig, model_vocab: int, seed: int, cache_dir: Path) -> SourceSamples:
@@ -134,7 +169,7 @@ def _packed(
     name: str, tokens: Tokens, mask: Tokens | None, ends: Any, request: PackRequest, cache_dir: Path
 ) -> PackedSamples:
     """Pack a part of the data into rows."""
-    pieces, rows = packed_rows(tokens, request, cache_dir, ends)
+    pieces, rows = packed_rows(tokens, request, cache_dir, ends, mask)
     found = PackedSamples(tokens, request.sequence_length, pieces, rows, request.end, mask)
     if mask is not None and not any(found.totals(np.array([row]))[1] for row in range(found.samples)):
         raise DataError(f"data.loss_mask: nothing of the {name} part counts in the loss of a packed row")

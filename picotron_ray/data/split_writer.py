@@ -48,7 +48,7 @@ class CacheForm(NamedTuple):
         return kinds | ({"ends": END} if self.ended else {})
 
 
-class _Side:
+class SideWriter:
     """One part's open files, and the document that is being written."""
 
     def __init__(self, form: CacheForm, streams: dict[str, BinaryIO]) -> None:
@@ -58,16 +58,18 @@ class _Side:
         self._counts = 0
         self._tokens = 0
 
-    def add(self, piece: TokenPiece) -> None:
+    def add(self, piece: TokenPiece) -> bool:
+        """Write a piece; returns whether a document ended with it. One without a token leaves no trace."""
         if len(piece.ids):
             self._put(piece.ids, piece.counted)
         if not piece.last or self._last < 0:
-            return
+            return False
         if self._last != self._form.end:
             self._put(np.array([self._form.end]), np.array([self._counts], np.uint8))
         if self._form.ended:
             self._streams["ends"].write(np.array([self._tokens], END).data)
         self._last = -1
+        return True
 
     def _put(self, ids: Any, counted: Any) -> None:
         tokens = self._streams[next(iter(self._form.kinds))]
@@ -94,9 +96,17 @@ def write_splits(pieces: Iterable[TokenPiece], form: CacheForm, fraction: float,
             files = {
                 kind: opened.enter_context((folder / f"{name}.{kind}").open("wb")) for kind in form.kinds
             }
-            sides.append(_Side(form, dict(files)))
+            sides.append(SideWriter(form, dict(files)))
         for piece in pieces:
             sides[held_out(piece.key, fraction)].add(piece)
+    return fill_both(form, fraction, folder)
+
+
+def fill_both(form: CacheForm, fraction: float, folder: Path) -> bool:
+    """Hold the last share of the stream out, where documents left one of both parts empty.
+
+    Returns False where there is no token at all.
+    """
     suffix, token = next(iter(form.kinds.items()))
     paths = [folder / f"{name}.{suffix}" for name in SPLITS]
     if all(path.stat().st_size for path in paths):

@@ -11,6 +11,7 @@ A token counts in the loss where one of the bytes that it stands for does.
 from __future__ import annotations
 
 import codecs
+import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ class Encoder:
         size = 0
         for document in documents:
             first = True
-            for text, last in parts_of(document.pieces, PART_CHARACTERS):
+            # ranges that count are those of the whole record, which is in memory anyway
+            limit = PART_CHARACTERS if document.counted is None else sys.maxsize
+            for text, last in parts_of(document.pieces, limit):
                 whole = first and last
                 woven = self._mover.moved(text) if self._mover and whole else Woven((text,), ((),))
                 waiting.append(_Waiting(document.key, woven, document.counted, last))

@@ -42,6 +42,13 @@ TRAINING = (
         in_ray=True,
     ),
     Metric(
+        "picotron_training_eval_loss_before_nats",
+        "gauge",
+        "nats",
+        "Mean held-out loss of tasks before their inner steps (meta.strategy); squared errors in regression.",
+        "coordinator",
+    ),
+    Metric(
         "picotron_training_eval_set_loss_nats",
         "gauge",
         "nats",

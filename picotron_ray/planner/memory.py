@@ -180,8 +180,13 @@ def _rank_state(
 
 
 def averages(job: JobConfig) -> int:
-    """Averages that are kept of every weight."""
-    return int(job.optimizer.ema_decay is not None)
+    """Values that are kept of every weight beside its moments: its average, and its own inner rate (metasgd).
+
+    Such a rate has moments and an average too.
+    """
+    average = int(job.optimizer.ema_decay is not None)
+    learned = job.meta.strategy == "metasgd"
+    return average + (1 + MOMENTS[job.optimizer.name] + average if learned else 0)
 
 
 def _update_bytes(job: JobConfig, mine: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.meta import MetaConfig
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.kept_activations import receive_bytes
 from picotron_ray.planner.memory import rank_memory
@@ -19,8 +20,8 @@ def memory_by_cause(job: JobConfig, layout: Layout, rank: int) -> dict[str, floa
     again = blocks_again(job, layout, rank)
     estimate = rank_memory(job, layout, rank, again)
     without = {"name": "sgd", "offload": False, "moments": "full", "ema_decay": None}
-    bare = job.optimizer.model_copy(update=without)
-    plain = rank_memory(job.model_copy(update={"optimizer": bare}), layout, rank, again)
+    bare = {"optimizer": job.optimizer.model_copy(update=without), "meta": MetaConfig()}
+    plain = rank_memory(job.model_copy(update=bare), layout, rank, again)
     received = receive_bytes(job, layout, rank)
     trained = trained_of_rank(job.model, layout, rank)
     gradients = plain.state_bytes * trained.share / (1 + trained.added + trained.share)

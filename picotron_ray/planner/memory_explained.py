@@ -85,6 +85,8 @@ def _gradients(kept: float, state: float, job: JobConfig, trained: Trained) -> f
 def _optimizer(job: JobConfig, parameters: str, size: int, host: float) -> str:
     name, moments = job.optimizer.name, MOMENTS[job.optimizer.name]
     average = f" + {parameters} x {size} bytes (average)" if averages(job) else ""
+    if job.meta.strategy == "metasgd":
+        average = f" + {parameters} x {averages(job)} x {size} bytes (beside them, of inner rates too)"
     if host:
         return f"staging of {name}'s {host:,.0f} bytes in host memory{average}"
     width = "1.02 bytes" if job.optimizer.moments == "8bit" else f"{size} bytes"

@@ -130,7 +130,12 @@ class CalibrationStore:
         device_bytes: int,
         hardware: str = "",
     ) -> None:
-        """Keep what a generation's steps took; a later word of the same generation replaces it."""
+        """Keep what a generation's steps took; a later word of the same generation replaces it.
+
+        Nothing is kept of steps with inner steps, which estimates do not count.
+        """
+        if self._job.meta.on:
+            return
         path = self.path(hardware)
         if path is None:
             if not self._warned:

@@ -49,6 +49,7 @@ _FIELDS = (
     *(
         ("eval_step", "q"),
         ("eval_loss", "d"),
+        ("eval_loss_before", "d"),  # of tasks, before their inner steps
         ("eval_sets", "q"),  # held-out sets beside that have a loss
         *((f"eval_set_{place}", "d") for place in range(MOST_SETS)),
         ("baseline_loss", "d"),
@@ -110,6 +111,7 @@ class PageView:
     step_time_s: float
     eval_step: int
     eval_loss: float
+    eval_loss_before: float
     eval_set_losses: tuple[float, ...]  # of held-out sets beside, those that are evaluated
     baseline_loss: float
     snapshot_s: float

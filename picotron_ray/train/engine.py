@@ -55,6 +55,8 @@ from picotron_ray.parallel.share_holders import holders_of
 from picotron_ray.train.build_stages import build_stages, mixtures_of
 from picotron_ray.train.disturbance import add_disturbances
 from picotron_ray.train.expert_balance import ExpertBalance, ExpertLoad
+from picotron_ray.train.meta.inner_rates import shifts_of
+from picotron_ray.train.meta.passes import losses_of
 from picotron_ray.train.optim.optimizer import build_optimizer
 from picotron_ray.train.passes import OnAction, OnPhase, choose_passes, silent, unwatched
 from picotron_ray.train.precision.adaptive import PrecisionPolicy, choose_adaptation, parts_of
@@ -132,7 +134,7 @@ class Engine:
         self.adaptation = choose_adaptation(
             job, sizes, switches, trained, self.layout, device, variability, self._scaling
         )
-        moments = {**self._optimizer.moments, ERROR_FEEDBACK: self._gradients.owed}
+        moments = {**self._optimizer.moments, ERROR_FEEDBACK: self._gradients.owed, **shifts_of(trained)}
         self._state = TrainingState(definition, mesh, parameters, trained, moments, self._scaling)
         self._clip_norm = math.inf if (limit := job.optimizer.clip_norm) is None else limit
         self.applied += applied_ways(job.comm, mesh) + ((f"no block compiled: {missing}",) if lacks else ())
@@ -246,24 +248,26 @@ class Engine:
         self.step += 1
         self.skipped += 1
 
-    # --- beside a step -------------------------------------------------------------------------------
-
     def expert_load(self) -> ExpertLoad:
         """Return the use of this stage's experts in the step that was reduced last."""
         return self.expert_balance.load()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[StepBatch], averaged: bool = False) -> tuple[float, int]:
+    def evaluate(
+        self, batches: Sequence[StepBatch], averaged: bool = False, adapted: bool = True
+    ) -> tuple[float, int]:
         """Return this rank's sum of token losses and number of tokens; (0.0, 0) where it owns no loss.
 
         Args:
             averaged: by the moving average of the weights. Nothing may read `state` meanwhile.
+            adapted: of tasks; False: before the inner steps.
         """
+        losses = losses_of(self._passes, adapted)
         total, tokens_seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self.compute_weights.refresh()
         with self._optimizer.average.in_place(self._weights_moved) if averaged else nullcontext():
             for batch in batches:
-                for loss in self._passes.losses(batch):
+                for loss in losses(batch):
                     total += loss
                 tokens_seen += batch.tokens_of(self.layout.cp, self._mesh.at.cp)
             self._weights_moved()
@@ -279,8 +283,6 @@ class Engine:
     def adapt(self, batches: Sequence[StepBatch]) -> PrecisionPolicy | None:
         """Choose the parts that compute in low precision, by held-out batches; None: nobody asked."""
         return self.adaptation.decide(batches, self)
-
-    # --- state ---------------------------------------------------------------------------------------
 
     def weights(self, averages: bool = False) -> list[StateTensor]:
         """List this rank's weights, with their moving averages if asked, without moments: live storage."""
@@ -378,10 +380,8 @@ def build_engine(
         PeerLostError: a peer is gone.
 
     Example:
-        >>> from picotron_ray.config.schema.data import DataConfig
-        >>> from picotron_ray.config.schema.model import ModelConfig
-        >>> model = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, layers=2, heads=2)
-        >>> job = JobConfig(model=model, data=DataConfig(sequence_length=8), precision="fp32")
+        >>> from picotron_ray.config.load import load_job
+        >>> job = load_job("tiny", ["precision=fp32"])
         >>> engine = build_engine(job, Layout(micro_batch=2), 0, None, torch.device("cpu"))
         >>> engine.initialise(seed=0)
         >>> len(engine.weights())

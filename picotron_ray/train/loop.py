@@ -345,10 +345,15 @@ class Loop:
             self.snapshots.wait_copied()  # the average is in the weights' place meanwhile
         sets = [self.eval_batches, *self.eval_sets]
         sums = [self.engine.evaluate(batches, averaged)[0] for batches in sets]
+        if self.job.meta.on:  # of tasks before their inner steps too
+            sets.append(self.eval_batches)
+            sums.append(self.engine.evaluate(self.eval_batches, averaged, adapted=False)[0])
         totals = summed(sums, self.layout, self.device)
         self.check_peers()  # no step's number tells these numbers from those of the last time
         counts = [sum(batch.loss_tokens for batch in batches) for batches in sets]
         loss, *others = (total / count for total, count in zip(totals, counts, strict=True))
+        if self.job.meta.on:
+            self.page.put(eval_loss_before=others.pop())
         self.evaluated.note(dict(zip(figures(self.job), (loss, *others), strict=False)))
         if others:
             held = {f"eval_set_{at}": each for at, each in enumerate(others)}

@@ -22,6 +22,7 @@ from picotron_ray.parallel.mesh import Mesh
 from picotron_ray.parallel.shard_boxes import chunk
 from picotron_ray.train.cuda_graphs import StepGraph
 from picotron_ray.train.gradients import Gradients, StaticGradients
+from picotron_ray.train.meta.choose import meta_passes
 from picotron_ray.train.micro_batches import MicroBatch, MicroBatcher
 from picotron_ray.train.precision.precision import compute_dtype, master_dtype
 from picotron_ray.train.reduction_plan import reduction_plan
@@ -191,6 +192,8 @@ def choose_passes(
     device: torch.device,
 ) -> tuple[Passes, Gradients]:
     """Choose the passes that a layout and a job ask for, and the gradients that they add to."""
+    if job.meta.on:
+        return meta_passes(job, mesh, definition, models, parameters, device)
     batcher = MicroBatcher(job, mesh.layout, mesh.at.cp, device, weighted=bool(definition.mixtures))
     loss, plan = loss_function(job, mesh, definition), reduction_plan(job.comm, mesh)
     if mesh.layout.pp > 1:

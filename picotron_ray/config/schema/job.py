@@ -23,6 +23,7 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.debug import DebugConfig
 from picotron_ray.config.schema.evaluate import EvaluateConfig
 from picotron_ray.config.schema.memory import MemoryConfig
+from picotron_ray.config.schema.meta import MetaConfig
 from picotron_ray.config.schema.model import ModelConfig
 from picotron_ray.config.schema.optimizer import OptimizerConfig
 from picotron_ray.config.schema.service import (
@@ -73,6 +74,7 @@ class JobConfig(Section):
     fp8: Fp8Config = Field(default_factory=Fp8Config, description="scales of fp8")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
     data: DataConfig = Field(default_factory=DataConfig, description="the data")
+    meta: MetaConfig = Field(default_factory=MetaConfig, description="learning from tasks")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer")
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="parallel degrees")
     comm: CommConfig = Field(default_factory=CommConfig, description="how gradients travel")

@@ -40,6 +40,7 @@ def _may_compile(job: JobConfig) -> bool:
         kernels.norm not in ("auto", "eager"),
         kernels.activation != "eager",
         job.adaptive_precision.error_bound is not None,
+        job.meta.on,
     )
     return not any(bars)
 
@@ -70,6 +71,7 @@ def fuses_projections(job: JobConfig, device: str, layout: Layout) -> bool:
         job.adaptive_precision.error_bound is not None,
         layout.zero > 0,
         job.model.moe.experts > 0,
+        job.meta.on,  # weights of an inner step lie anywhere
     )
     return device == "cuda" and not any(bars)
 
@@ -102,7 +104,8 @@ def linear_loss(job: JobConfig, device: str) -> bool:
         return asked == "linear"
     if job.kernels.loss_chunk != KernelsConfig().loss_chunk:
         return True
-    return device == "cuda" and model.builder is None and model.vocab_size >= LARGE_VOCABULARY
+    large = model.builder is None and model.vocab_size >= LARGE_VOCABULARY
+    return device == "cuda" and large and not job.meta.on
 
 
 def settled(job: JobConfig, device: str, layout: Layout | None = None, missing: str = "") -> JobConfig:

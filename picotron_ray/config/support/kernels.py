@@ -44,6 +44,8 @@ def attention_backends(job: JobConfig, device: str, parts: int = 1, *, hopper: b
         hopper: whether a CUDA device has compute capability 9.0 or later, where cuDNN comes before flash.
     """
     adaptive = job.adaptive_precision.error_bound is not None
+    if job.meta.on:  # the others have no second derivative, or none that vmap knows
+        return ["math"]
     if job.model.attention_softcap is not None:
         packaged = device == "cuda" and "flash-attn" in _on_cuda(job) and not adaptive
         return ["math", "flash-attn"] if packaged else ["math"]
@@ -95,6 +97,7 @@ def attention_problem(job: JobConfig, device: str, parts: int | None = None) -> 
     said = {
         f"{device} with precision {job.precision}": True,
         "document masks": job.data.keeps_documents_apart,
+        f"meta.strategy={job.meta.strategy}": job.meta.on,
         "a sliding window": cuda and windowed(job),
         "scores that are capped": job.model.attention_softcap is not None,
         "attention sinks": cuda and has_sinks(job),
@@ -135,7 +138,12 @@ def norm_kernel(job: JobConfig, device: str) -> Norm:
     asked, model = job.kernels.norm, job.model
     if asked != "auto":
         return asked
-    able = model.builder is None and family_of(model).norms == "RMSNorm" and job.kernels.compile is not True
+    able = (
+        model.builder is None
+        and not job.meta.on
+        and family_of(model).norms == "RMSNorm"
+        and job.kernels.compile is not True
+    )
     return "closed-form" if able and device == "cpu" else "eager"
 
 

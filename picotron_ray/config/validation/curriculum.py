@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from picotron_ray.config.problem import Problem
-from picotron_ray.config.schema.curriculum import SCORED, CurriculumConfig
+from picotron_ray.config.schema.curriculum import SCORED, CurriculumConfig, StageConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.curriculum import LEAD
 
@@ -31,10 +31,18 @@ def _stages(job: JobConfig) -> Iterator[Problem]:
         if following.difficulty < one.difficulty:
             seen = f"{following.difficulty:g} of {following.name} after {one.difficulty:g} of {one.name}"
             yield Problem(STAGES, f"saw difficulty {seen}, expected stages that do not become easier", ())
+        elif _fed(one) == _fed(following) and one.name != following.name:
+            text = f"saw {following.name} feed the same rows as {one.name}, expected another difficulty,"
+            yield Problem(STAGES, f"{text} sequence_length or filter; or make them one stage", ())
     for source in job.data.sources:
         if not source.repeat:
             text = "saw false with data.curriculum, whose stages feed rows again; drop it"
             yield Problem(f"data.sources.{source.name}.repeat", text, (STAGES,))
+
+
+def _fed(stage: StageConfig) -> tuple[float, int | None, str | None]:
+    """Return what decides the rows of a stage."""
+    return stage.difficulty, stage.sequence_length, stage.filter
 
 
 def _pieces(job: JobConfig) -> Iterator[Problem]:

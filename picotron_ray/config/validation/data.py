@@ -20,7 +20,7 @@ def _every_source(job: JobConfig) -> dict[str, SourceConfig]:
 
 
 def _source(job: JobConfig) -> Iterator[Problem]:
-    for at, source in _every_source(job).items():
+    for at, source in _every_source(job).items() if not job.meta.on else ():
         yield from _source_of(job, at, source)
 
 
@@ -108,8 +108,11 @@ def _batching(job: JobConfig) -> Iterator[Problem]:
     data, named = job.data, "data.batching"
     rows, tokens = data.global_batch, data.global_tokens
     if tokens is not None and tokens != rows * data.sequence_length:
-        text = f"saw {tokens}, expected global_batch={rows} rows of {data.sequence_length} tokens; give a"
-        text += f" multiple of {data.sequence_length}, without data.global_batch"
+        length = data.sequence_length
+        text = f"saw {tokens}, expected global_batch={rows} rows of {length} tokens; "
+        whole = tokens >= length and tokens % length == 0
+        text += f"say data.global_batch={tokens // length}" if whole else f"give a multiple of {length}"
+        text += ", or leave data.global_batch out"
         yield Problem("data.global_tokens", text, ("data.sequence_length", "data.global_batch"))
     if data.buckets and data.batching != "buckets":
         text = f"saw {list(data.buckets)} with {named}={data.batching}; say {named}=buckets, or drop them"

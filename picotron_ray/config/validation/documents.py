@@ -55,6 +55,9 @@ def _middles(job: JobConfig) -> Iterator[Problem]:
         elif job.data.tokenizer is None:
             text = "saw one without data.tokenizer; bytes have no tokens for it: name a tokenizer, or drop it"
             yield Problem(key, text, ("data.tokenizer",))
+        if job.data.long_documents == "truncate":
+            text = "saw one with data.long_documents=truncate, which would cut off the middles at the end of"
+            yield Problem(key, f"{text} long documents; say split or drop", ("data.long_documents",))
         for other in ("chat_template", "loss_mask"):
             if getattr(source, other):
                 text = f"saw one with {at}.{other}, whose text must stay in order; drop one of them"

@@ -16,6 +16,7 @@ from picotron_ray.config.support.kernels import GROUPED_ROW_BYTES, hidden_widths
 from picotron_ray.config.support.precision import COMPUTE_BYTES
 from picotron_ray.config.validation.comm import comm_layout_problems
 from picotron_ray.config.validation.fp8 import gather_problems, width_problems
+from picotron_ray.config.validation.meta import meta_layout_problem
 from picotron_ray.config.validation.schedules import (
     least_micro_batch,
     placement,
@@ -51,6 +52,7 @@ def layout_problems(job: JobConfig, layout: Layout) -> list[LayoutProblem]:
         *_batch_problems(job, layout),
         *(LayoutProblem(*problem) for problem in uneven_problems(job, layout)),
         *_graph_problems(job, layout),
+        *_meta_problems(job, layout),
         *(LayoutProblem(*problem) for problem in comm_layout_problems(job.comm, layout)),
     ]
 
@@ -259,6 +261,12 @@ def _graph_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
         yield LayoutProblem("kernels.cuda_graphs", tuple(name.split("=")[0] for name in within), text)
 
 
+def _meta_problems(job: JobConfig, layout: Layout) -> Iterator[LayoutProblem]:
+    """Refuse layouts that cut the model of a job that learns from tasks."""
+    if problem := meta_layout_problem(job, layout):
+        yield LayoutProblem(problem[0], ("meta.strategy",), problem[1])
+
+
 class Degrees(NamedTuple):
     """The degrees of a layout whose product is the number of workers."""
 
@@ -306,7 +314,9 @@ def fitting_degrees(job: JobConfig, workers: int, above: int = 0) -> list[Degree
                         placement=placement(job),
                         micro_batch=least_micro_batch(job, dp),
                     )
-                    if not any(_pipeline_problems(job, layout)) and layout.replicas % experts == 0:
+                    if any(_pipeline_problems(job, layout)) or any(_meta_problems(job, layout)):
+                        continue
+                    if layout.replicas % experts == 0:
                         found.append(Degrees(dp, tp, pp, cp))
     return found
 

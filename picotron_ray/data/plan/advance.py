@@ -77,7 +77,8 @@ class StageRecord:
             self.starts = (*self.starts, end)
 
     def _words(self, step: int) -> str:
-        told = f"step {step}: stage {len(self.starts)} of the curriculum begins after step {self.starts[-1]}"
+        name = self._rule.names[len(self.starts) - 1]
+        told = f"step {step}: stage {name} of the curriculum begins after step {self.starts[-1]}"
         if len(self._means) < 3:
             return f"{told}: the one before has had its steps"
         performance, adaptation = self._rule.figures(self._means)

@@ -27,12 +27,14 @@ class AdvanceRule:
     """Rule by which stages end.
 
     Fields:
+        names: of the stages.
         steps: most steps of each stage.
         vocabulary: token ids there are.
         performance, adaptation: thresholds.
         window: steps of a window.
     """
 
+    names: tuple[str, ...]
     steps: tuple[int, ...]
     vocabulary: int
     performance: float
@@ -42,8 +44,10 @@ class AdvanceRule:
     @classmethod
     def of(cls, curriculum: CurriculumConfig, vocabulary: int) -> AdvanceRule:
         """Take the rule of a config."""
-        steps = tuple(stage.steps for stage in curriculum.stages)
-        return cls(steps, vocabulary, curriculum.performance, curriculum.adaptation, curriculum.window_steps)
+        stages = curriculum.stages
+        names, steps = (stage.name for stage in stages), (stage.steps for stage in stages)
+        bounds = curriculum.performance, curriculum.adaptation
+        return cls(tuple(names), tuple(steps), vocabulary, *bounds, curriculum.window_steps)
 
     def figures(self, means: Sequence[float]) -> tuple[float, float]:
         """Return performance and adaptation by a stage's mean losses: first, next to newest and newest."""

@@ -45,8 +45,10 @@ class RankRequest:
     scores: Path | None
 
 
-def ranked(samples: SampleSet, request: RankRequest, folder: Path) -> Index:
+def ranked(samples: SampleSet, request: RankRequest, folder: Path) -> tuple[Index, str]:
     """Open the ranks of samples in the cache ``folder``, or make them there: int64, the easiest first.
+
+    Returns: the ranks, and their digest.
 
     Raises DataError for scores that are missing or of other samples, or a cache that cannot be written.
     """
@@ -56,18 +58,29 @@ def ranked(samples: SampleSet, request: RankRequest, folder: Path) -> Index:
     place = folder / f"ranks-{xxhash.xxh3_128_hexdigest(json.dumps(words).encode())}"
 
     def build(fresh: Path) -> None:
-        np.save(fresh / "order.npy", _order(samples, request, values))
+        save_digested(fresh / "order.npy", _order(samples, request, values))
 
-    return open_or_make(place, "ranks of rows", lambda made: _open(made, samples.samples), build)
+    def opened(made: Path) -> tuple[Index, str] | None:
+        found = open_digested(made / "order.npy", samples.samples)
+        return found if found is not None and len(found[0]) == samples.samples else None
+
+    return open_or_make(place, "ranks of rows", opened, build)
 
 
-def _open(place: Path, count: int) -> Index | None:
-    """Open what was made; None where there is nothing or it is damaged."""
+def save_digested(path: Path, numbers: Index) -> None:
+    """Write numbers of samples, and their digest beside them."""
+    np.save(path, numbers)
+    path.with_suffix(".digest").write_text(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(numbers).data))
+
+
+def open_digested(path: Path, most: int) -> tuple[Index, str] | None:
+    """Map numbers of samples, at most so many; None where there is nothing or it is damaged."""
     try:
-        order = np.load(place / "order.npy", mmap_mode="r")
+        numbers, digest = np.load(path, mmap_mode="r"), path.with_suffix(".digest").read_text()
     except (FileNotFoundError, ValueError, EOFError):
         return None
-    return order if order.shape == (count,) and order.dtype == np.int64 else None
+    sound = numbers.ndim == 1 and len(numbers) <= most and numbers.dtype == np.int64 and len(digest) == 32
+    return (numbers, digest) if sound else None
 
 
 def _order(samples: SampleSet, request: RankRequest, known: dict[Measure, Values]) -> Index:

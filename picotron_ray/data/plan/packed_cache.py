@@ -1,7 +1,8 @@
 """Packed rows of a token stream, made once per node and memory-mapped by every worker.
 
-``<cache>/packed-<key>/{starts,lengths,offsets,order,slots}.npy`` and ``meta.json``. The key is a hash of what
-decides: the stream's digest, the seed, the row's length, its slots and what becomes of long documents.
+``<cache>/packed-<key>/`` holds an ``.npy`` of each array of `PackedRows` and `Pieces`, and ``meta.json``. The
+key is a hash of what decides: the stream's digest, the seed, the row's length, its slots and what becomes of
+long documents.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from picotron_ray.data.plan.packing import LongDocuments, Numbers, PackedRows, P
 from picotron_ray.data.samples import Tokens
 from picotron_ray.errors import DataError
 
-VERSION = 2
+VERSION = 3
 """Version of the files."""
 ROWS_VERSION = 1
 """Version of the rows: changing how they are made changes every run of the same seed."""
-_ARRAYS = ("starts", "lengths", "offsets", "order", "slots")
+_ARRAYS = ("starts", "lengths", "offsets", "order", "slots", "predicted", "counted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,23 @@ class PackRequest:
 
 
 def packed_rows(
-    tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | None = None
+    tokens: Tokens,
+    request: PackRequest,
+    folder: Path,
+    ends: Numbers | None = None,
+    mask: Tokens | None = None,
 ) -> tuple[Pieces, PackedRows]:
     """Open the packed rows of a stream in the cache ``folder``, or make them there.
 
     Args:
         ends: where each document ends; None: behind each token that is ``request.end``.
+        mask: one byte per token, 1 where it counts as a target; None: all do. It belongs to the digest.
 
     Raises DataError for documents that are too long where nothing is asked for those, for a stream without a
     document of two tokens, or a cache that cannot be written.
     """
     place = folder / f"packed-{request.key}"
-    return open_or_make(place, "packed rows", _open, lambda fresh: _build(tokens, request, fresh, ends))
+    return open_or_make(place, "packed rows", _open, lambda fresh: _build(tokens, request, fresh, ends, mask))
 
 
 def document_borders(tokens: Tokens, end: int) -> Numbers:
@@ -96,7 +102,9 @@ def _closed(borders: Numbers, tokens: int) -> Numbers:
     return borders if borders[-1] == tokens else np.append(borders, tokens)
 
 
-def _build(tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | None) -> None:
+def _build(
+    tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | None, mask: Tokens | None
+) -> None:
     """Pack into an empty folder."""
     room = request.room
     if ends is None:
@@ -115,12 +123,25 @@ def _build(tokens: Tokens, request: PackRequest, folder: Path, ends: Numbers | N
         raise DataError("data.batching: no document has two tokens and fits a row, so there is none to pack")
     rows = _rows(pieces, request)
     slots = np.zeros(0, np.int64) if rows.slots is None else rows.slots
-    arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order, slots)
+    predicted = _row_sums(pieces.lengths - 1, rows)
+    counted = predicted if mask is None else _row_sums(_counted(pieces, mask), rows)
+    arrays = (pieces.starts, pieces.lengths, rows.offsets, rows.order, slots, predicted, counted)
     for name, array in zip(_ARRAYS, arrays, strict=True):
         np.save(folder / f"{name}.npy", array)
     sizes = {name: len(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
     meta = {"cut": pieces.cut, "parted": pieces.parted, "sizes": sizes}
     (folder / "meta.json").write_text(json.dumps(meta) + "\n", "utf-8")
+
+
+def _counted(pieces: Pieces, mask: Tokens) -> Numbers:
+    """Count the targets of each piece that count in the loss."""
+    pairs = zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+    sums = (int(mask[start + 1 : start + length].sum()) for start, length in pairs)
+    return np.fromiter(sums, np.int64, len(pieces.starts))
+
+
+def _row_sums(of_pieces: Numbers, rows: PackedRows) -> Numbers:
+    return np.add.reduceat(of_pieces[rows.order], rows.offsets[:-1]).astype(np.int64)
 
 
 def _rows(pieces: Pieces, request: PackRequest) -> PackedRows:
@@ -141,5 +162,6 @@ def _open(place: Path) -> tuple[Pieces, PackedRows] | None:
         return None
     if [len(array) for array in arrays] != sizes or {array.dtype for array in arrays} != {np.dtype("i8")}:
         return None
-    starts, lengths, offsets, order, slots = arrays
-    return Pieces(starts, lengths, cut, parted), PackedRows(offsets, order, slots if len(slots) else None)
+    starts, lengths, offsets, order, slots, predicted, counted = arrays
+    rows = PackedRows(offsets, order, slots if len(slots) else None, predicted, counted)
+    return Pieces(starts, lengths, cut, parted), rows

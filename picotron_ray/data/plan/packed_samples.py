@@ -69,6 +69,10 @@ class PackedSamples:
 
     def totals(self, samples: npt.NDArray[np.int64]) -> tuple[int, int]:
         """Count the samples' predicted tokens, without padding, and those that count."""
+        packed = self.packed
+        known = packed.predicted if self.mask is None else packed.counted
+        if packed.predicted is not None and known is not None:
+            return int(packed.predicted[samples].sum()), int(known[samples].sum())
         mine = np.concatenate([self.packed.row(sample) for sample in samples.tolist()] or [samples[:0]])
         predicted = int((self.pieces.lengths[mine] - 1).sum())
         return predicted, predicted if self.mask is None else int(self.counted(samples).sum())

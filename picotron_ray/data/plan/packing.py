@@ -85,11 +85,15 @@ class PackedRows:
         order: int64, numbers of pieces, row after row.
         slots: int64 ``[rows]``, tokens between the beginnings of a row's pieces; None: they follow each
             other.
+        predicted, counted: int64 ``[rows]``, tokens of each row that are predicted, and that count in the
+            loss; None: to be counted where asked for.
     """
 
     offsets: Numbers
     order: Numbers
     slots: Numbers | None = None
+    predicted: Numbers | None = None
+    counted: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from picotron_ray.config.import_path import import_object, one_line
 from picotron_ray.config.schema.curriculum import CurriculumConfig, StageConfig
 from picotron_ray.data.cache_folder import open_or_make
-from picotron_ray.data.plan.difficulty import CHUNK_ROWS, RankRequest, ranked
+from picotron_ray.data.plan.difficulty import CHUNK_ROWS, RankRequest, open_digested, ranked, save_digested
 from picotron_ray.data.samples import SampleSet
 from picotron_ray.data.shuffle import Index
 from picotron_ray.errors import ConfigError, DataError
@@ -24,35 +24,34 @@ Filter = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32] | None], bool]
 
 def stage_pools(
     samples: SampleSet, curriculum: CurriculumConfig, request: RankRequest, folder: Path
-) -> tuple[Index, ...]:
-    """Return each stage's samples, the easiest first.
+) -> tuple[tuple[Index, ...], tuple[str, ...]]:
+    """Return each stage's samples, the easiest first, and digests of what they were taken from.
 
     Args:
         folder: cache of this node, where ranks and what filters keep are made once.
 
     Raises DataError where a stage has no sample, a filter fails, or scores are missing.
     """
-    order = ranked(samples, request, folder) if curriculum.ranks else np.arange(samples.samples)
-    return tuple(_pool(samples, order, stage, request, folder) for stage in curriculum.stages)
-
-
-def _pool(samples: SampleSet, order: Index, stage: StageConfig, request: RankRequest, folder: Path) -> Index:
-    if stage.filter is not None:
-        kept = _kept(samples, stage, request, folder)
-        order = order[kept[order]]
-    pool = order[: math.ceil(stage.difficulty * len(order))]
-    if not len(pool):
-        raise DataError(f"{_key(stage)}: {stage.filter} keeps no row of {request.source}; let it keep some")
-    return pool
+    order, digest = np.arange(samples.samples), ""
+    if curriculum.ranks:
+        order, digest = ranked(samples, request, folder)
+    pools, digests = [], []
+    for stage in curriculum.stages:
+        mine, of = (
+            (order, digest) if stage.filter is None else _kept(samples, order, digest, stage, request, folder)
+        )
+        pool = mine[: math.ceil(stage.difficulty * len(mine))]
+        if not len(pool):
+            raise DataError(
+                f"{_key(stage)}: {stage.filter} keeps no row of {request.source}; let it keep some"
+            )
+        pools.append(pool)
+        digests.append(of)
+    return tuple(pools), tuple(digests)
 
 
 def _key(stage: StageConfig) -> str:
     return f"data.curriculum.stages.{stage.name}.filter"
-
-
-def filter_digest(stage: StageConfig) -> str:
-    """Return the digest of the module in which a stage's filter is written; "" without one."""
-    return "" if stage.filter is None else _digest(_filter(stage))
 
 
 def _filter(stage: StageConfig) -> Filter:
@@ -65,6 +64,7 @@ def _filter(stage: StageConfig) -> Filter:
 
 
 def _digest(function: Filter) -> str:
+    """Return the digest of the module in which a filter is written."""
     try:
         text = Path(inspect.getfile(function)).read_bytes()
     except (OSError, TypeError) as error:
@@ -75,22 +75,19 @@ def _digest(function: Filter) -> str:
 
 
 def _kept(
-    samples: SampleSet, stage: StageConfig, request: RankRequest, folder: Path
-) -> npt.NDArray[np.bool_]:
-    """Open or make the mask of samples that a stage's filter keeps."""
+    samples: SampleSet, order: Index, ranks: str, stage: StageConfig, request: RankRequest, folder: Path
+) -> tuple[Index, str]:
+    """Open or make the samples that a stage's filter keeps, the easiest first, and their digest."""
     keep = _filter(stage)
-    words = f"{request.identity}/{samples.samples}/{stage.filter}/{_digest(keep)}"
+    words = f"{request.identity}/{samples.samples}/{ranks}/{stage.filter}/{_digest(keep)}"
     place = folder / f"kept-{hashlib.blake2b(words.encode(), digest_size=16).hexdigest()}"
 
     def build(fresh: Path) -> None:
-        np.save(fresh / "kept.npy", _asked(samples, stage, keep))
+        kept = _asked(samples, stage, keep)
+        save_digested(fresh / "kept.npy", np.asarray(order[kept[order]], np.int64))
 
-    def opened(made: Path) -> npt.NDArray[np.bool_] | None:
-        try:
-            mask = np.load(made / "kept.npy")
-        except (FileNotFoundError, ValueError, EOFError):
-            return None
-        return mask if mask.shape == (samples.samples,) and mask.dtype == np.bool_ else None
+    def opened(made: Path) -> tuple[Index, str] | None:
+        return open_digested(made / "kept.npy", samples.samples)
 
     return open_or_make(place, "rows that a filter keeps", opened, build)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from picotron_ray.errors import DataError
 
@@ -53,11 +52,3 @@ def read_scores(folder: Path, source: str, measure: str, identity: str, count: i
         at = int(np.flatnonzero(~np.isfinite(values))[0])
         raise DataError(f"data.curriculum.scores: {path} has {values[at]} for row {at}, expected numbers")
     return values
-
-
-def scores_digest(folder: Path, source: str, measure: str) -> str:
-    """Return the digest of a source's scores; "" where there are none."""
-    try:
-        return xxhash.xxh3_128_hexdigest((folder / source / f"{measure}.npy").read_bytes())
-    except OSError:
-        return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,18 +60,21 @@ def _policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) ->
     return CheckpointPolicy.MUST_SAVE if op.name() in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _OnlyKept(TorchDispatchMode):
-    """Mode of a second forward pass that lets torch match the operators alone whose results are kept.
+@cache
+def _matching_what_is_kept(mode: Any) -> type[TorchDispatchMode]:
+    """Derive from torch's mode of a second forward pass one that matches only what is kept.
 
     What is made once for all layers (masks of documents) is made again where another micro-batch came in
-    between. To torch those operators would be more than the first pass had.
+    between. To torch's own mode those operators would be more than the first pass had.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator."""
-        if func.name() not in KEPT:
-            SAC_IGNORED_OPS.add(func)
-        return func(*args, **(kwargs or {}))
+    class SecondPass(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() in KEPT:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    return SecondPass
 
 
 @contextmanager
@@ -97,7 +100,9 @@ def _contexts(kind: RecomputeKind, routers: Sequence[Any]) -> tuple[Any, Any]:
     if kind == "full":
         return nullcontext(), _again(routers)
     forward, recompute = create_selective_checkpoint_contexts(_policy)
-    return forward, _both(_both(recompute, _OnlyKept()), _again(routers))
+    mode: Any = type(recompute)
+    recompute.__class__ = _matching_what_is_kept(mode)
+    return forward, _both(recompute, _again(routers))
 
 
 def apply_recompute(

@@ -87,6 +87,7 @@ def _training(status: dict[str, Any], measured: MetricFacts) -> Iterator[Sample]
         "picotron_training_target_steps": status["steps"],
         "picotron_training_loss_nats": page.get("loss"),
         "picotron_training_eval_loss_nats": status["eval_loss"],
+        "picotron_training_eval_loss_before_nats": status.get("eval_loss_before"),
         "picotron_training_baseline_loss_nats": status["baseline_loss"] or None,
         "picotron_training_tokens_per_second": status["tokens_per_s"],
         "picotron_training_tokens_total": measured.tokens,

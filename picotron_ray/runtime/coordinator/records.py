@@ -209,8 +209,9 @@ class Facts:
             self.forget_page(worker)
         for page in pages:
             page["node"] = node
-            if not isfinite(page["eval_loss"]):
-                page["eval_loss"] = None  # as JSON has no NaN
+            for name in ("eval_loss", "eval_loss_before"):
+                if not isfinite(page[name]):
+                    page[name] = None  # as JSON has no NaN
             if losses := page.get("eval_set_losses"):
                 page["eval_set_losses"] = [loss if isfinite(loss) else None for loss in losses]
             self.pages[page["worker"]] = page

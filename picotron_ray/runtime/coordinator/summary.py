@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.schema.meta import SEQUENCES, SINUSOIDS
 from picotron_ray.coordinator import messages as m
 from picotron_ray.runtime.coordinator.records import (
     Facts,
@@ -61,7 +62,7 @@ def summary_of(
         paused_s: those pauses.
     """
     median = median_step_s(facts)
-    tokens = job.data.global_batch * job.data.sequence_length
+    tokens = tokens_per_step(job)
     return {
         "run": job.name,
         "status": finish.status,
@@ -69,9 +70,10 @@ def summary_of(
         "submissions": list(facts.submissions),
         "steps": facts.generations[-1].end_step if facts.generations else 0,
         "eval_loss": facts.newest_eval().get("eval_loss"),
+        **loss_before(job, facts),
         "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
-        "tokens_per_s": tokens / median if median else None,
+        "tokens_per_s": tokens / median if median and tokens else None,
         "mfu": None,  # needs the device's peak rate: unknown on a CPU
         "goodput": goodput(facts, lived_s),
         "wall_s": wall_s,
@@ -83,6 +85,25 @@ def summary_of(
         "seconds": facts.account.told(began_s + wall_s)["seconds"],
         "checkpoints": list(facts.checkpoints),
     }
+
+
+def tokens_per_step(job: JobConfig) -> int:
+    """Count what a step predicts: tokens, or of tasks the values of their query sets.
+
+    0 where a task's size is known to workers alone.
+    """
+    if not job.meta.on:
+        return job.data.global_batch * job.data.sequence_length
+    values = {SEQUENCES: job.data.sequence_length, SINUSOIDS: 1}.get(job.meta.tasks, 0)
+    return job.data.global_batch * job.meta.query * values
+
+
+def loss_before(job: JobConfig, facts: Facts) -> dict[str, float | None]:
+    """Return the newest held-out loss of tasks before their inner steps; nothing for a job without tasks."""
+    if not job.meta.on:
+        return {}
+    page = facts.leader(facts.newest)
+    return {"eval_loss_before": page.get("eval_loss_before") if page.get("eval_step", -1) >= 0 else None}
 
 
 def failure_entries(facts: Facts) -> list[dict[str, Any]]:
@@ -98,7 +119,7 @@ def training_status(job: JobConfig, facts: Facts) -> dict[str, Any]:
     record = facts.newest
     page, newest_eval = facts.leader(record), facts.newest_eval()
     step_time = page.get("step_time_s") or 0.0
-    tokens = job.data.global_batch * job.data.sequence_length
+    tokens = tokens_per_step(job)
     return {
         "generation": str(record.id) if record else None,
         "layout": record.layout if record else None,
@@ -108,9 +129,10 @@ def training_status(job: JobConfig, facts: Facts) -> dict[str, Any]:
         "step": page.get("step", record.end_step if record else 0),
         "steps": job.steps,
         "loss": page.get("loss") or None,
-        "tokens_per_s": tokens / step_time if step_time else None,
+        "tokens_per_s": tokens / step_time if step_time and tokens else None,
         "eval_loss": newest_eval.get("eval_loss"),
         "eval_step": newest_eval.get("eval_step"),
+        **loss_before(job, facts),
         "eval_sets": facts.newest_sets(),
         "baseline_loss": facts.baseline_loss,
         "failures": failure_entries(facts),

@@ -8,7 +8,7 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.tasks import open_tasks
 from picotron_ray.errors import ConfigError, DataError, StorageError
 from picotron_ray.runtime.doctor.finding import Finding, timed
 from picotron_ray.runtime.driver import submission
@@ -43,9 +43,8 @@ def asked_job(job: JobConfig) -> JobConfig:
 def open_data(job: dict[str, Any]) -> DataReport:
     """Open the data on this machine; in a thread that is left behind where that hangs."""
     asked = JobConfig.model_validate(job)
-    words = (asked.data, asked.model.vocab_size, asked.seed, cache_folder())
     try:
-        found = timed(DATA_S, build_dataset, *words)
+        found = timed(DATA_S, open_tasks.open_data, asked, cache_folder())
     except TimeoutError:
         return DataReport(slow=True)
     except DataError as error:

@@ -51,6 +51,13 @@ def number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def beside_loss(seen: dict[str, Any]) -> str:
+    """Say what a held-out loss is to be compared with, by a status or a summary."""
+    if "eval_loss_before" in seen:
+        return f"before adaptation {number(seen['eval_loss_before'])}"
+    return f"bigram {number(seen.get('baseline_loss'))}"
+
+
 def set_losses(told: dict[str, Any]) -> list[str]:
     """Say the loss of each held-out set beside, from a run's status or summary."""
     return [f"{name} {number(loss)}" for name, loss in (told.get("eval_sets") or {}).items()]
@@ -60,8 +67,7 @@ def progress_line(status: dict[str, Any]) -> str:
     """One line: step, loss, tokens/s, layout, members."""
     parts = [f"step {status['step']}/{status['steps']}", f"loss {number(status['loss'])}"]
     if status.get("eval_loss") is not None:
-        bigram = number(status.get("baseline_loss"))
-        parts.append(f"eval_loss {number(status['eval_loss'])} (bigram {bigram})")
+        parts.append(f"eval_loss {number(status['eval_loss'])} ({beside_loss(status)})")
         parts += set_losses(status)
     parts.append(f"{number(status['tokens_per_s'], ',.0f')} tokens/s")
     where = f"{status['layout'] or '-'} on {len(status['members'])} workers"
@@ -132,10 +138,10 @@ def submission_lines(seen: dict[str, Any]) -> list[str]:
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines."""
     lines = [*_outcome_lines(summary), *submission_lines(summary)]
-    lines.append(
-        f"eval_loss {number(summary.get('eval_loss'))}  baseline_loss {number(summary.get('baseline_loss'))}"
-        f" (bigram entropy of the same data)  {number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
-    )
+    baseline = f"baseline_loss {number(summary.get('baseline_loss'))} (bigram entropy of the same data)"
+    beside = f"({beside_loss(summary)})" if "eval_loss_before" in summary else baseline
+    speed = f"{number(summary.get('tokens_per_s'), ',.0f')} tokens/s"
+    lines.append(f"eval_loss {number(summary.get('eval_loss'))}  {beside}  {speed}")
     if sets := set_losses(summary):
         lines.append(f"held-out sets: {', '.join(sets)}")
     measured = [one for one in summary.get("generations", ()) if one.get("measured_s")]
@@ -192,11 +198,11 @@ def table(status: dict[str, Any]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column()
-    bigram = number(status.get("baseline_loss"))
+    held_out = f"held-out {number(status.get('eval_loss'))}, {beside_loss(status)}"
     rows = {
         "run": f"{status['run']} ({status['state']}, generation {status['generation'] or '-'})",
         "step": f"{status['step']} of {status['steps']}",
-        "loss": f"{number(status['loss'])}   held-out {number(status.get('eval_loss'))}, bigram {bigram}",
+        "loss": f"{number(status['loss'])}   {held_out}",
         "speed": f"{number(status['tokens_per_s'], ',.0f')} tokens/s",
         "layout": str(status["layout"] or "-"),
         "members": " ".join(status["members"]) or "-",

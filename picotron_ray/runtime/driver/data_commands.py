@@ -10,12 +10,16 @@ from picotron_ray.checkpoint.storage.base import Storage
 from picotron_ray.checkpoint.store.run_log import RunLog
 from picotron_ray.checkpoint.store.verify import stream_ledger
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.config.support.curriculum import LEAD
 from picotron_ray.coordinator.messages import GenerationSpec
 from picotron_ray.data.batch import StepBatch, make_batch
 from picotron_ray.data.dataset import DataSplits, build_dataset
 from picotron_ray.data.ledger_line import shared_digest
+from picotron_ray.data.plan.advance import StageRecord
+from picotron_ray.data.plan.build_plan import source_seeds
 from picotron_ray.data.plan.sample_plan import Feed, StagedPlan
 from picotron_ray.data.shown_rows import shown_rows
+from picotron_ray.data.statistics import source_statistics
 from picotron_ray.data.tokenizer import open_tokenizer
 from picotron_ray.errors import ConfigError
 from picotron_ray.layout.layout import Layout
@@ -62,6 +66,10 @@ def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | No
     """
     if not 1 <= step <= job.steps:
         raise ConfigError(f"--step: saw {step}, expected 1 to {job.steps} (steps)")
+    if job.meta.strategy != "none":
+        raise ConfigError(
+            f"meta.strategy: saw {job.meta.strategy}, whose rows are tasks made by a number, and no text"
+        )
     data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
     line, layout = _recorded(job, data, step)
     feed = _feed(data, step, line)
@@ -80,6 +88,7 @@ def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | No
         "layout": str(layout) if layout is not None else None,
         "samples": list(asked.rows),
         "tokens": asked.global_tokens,
+        "counted": asked.loss_tokens,
         "padding_ratio": 1 - asked.global_tokens / (job.data.global_batch * job.data.sequence_length),
         "stage": asked.stage or None,
         "digest": asked.digest.hex(),
@@ -87,6 +96,15 @@ def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | No
         "rows": rows[:most],
         "left_off": max(0, len(rows) - most) if most is not None else 0,
     }
+
+
+def statistics(job: JobConfig) -> list[dict[str, Any]]:
+    """Return what each source of a job's data holds (`source_statistics`)."""
+    data = job.data
+    return [
+        source_statistics(key, data, job.model.vocab_size, seed, cache_folder()).to_dict()
+        for key, seed in zip(data.named_sources, source_seeds(data, job.seed), strict=True)
+    ]
 
 
 def _of_rank(feed: Feed, layout: Layout | None, rank: int, step: int) -> StepBatch:
@@ -134,6 +152,8 @@ def _feed(data: DataSplits, step: int, line: dict[str, Any] | None) -> Feed:
     if not isinstance(plan, StagedPlan) or plan.rule is None:
         return feed
     if line is None:
+        if step <= LEAD + 1:  # nothing can have been decided for it
+            return replace(feed, plan=plan.moved(StageRecord(plan.rule).begun(step)))
         raise ConfigError(
             f"--step: saw {step}, of which no committed ledger says what it fed: with"
             " data.curriculum.advance=auto the run decides it; name a step up to the newest commit"
@@ -143,6 +163,8 @@ def _feed(data: DataSplits, step: int, line: dict[str, Any] | None) -> Feed:
 
 def _compared(line: dict[str, Any], feed: Feed, layout: Layout, step: int) -> str:
     """Compare a step's rows, made anew for the layout that fed them, with the ledger's digests."""
+    if line.get("unproven"):
+        return "not to be compared: the step's own line was lost before it was committed"
     batches: list[StepBatch] = [make_batch(feed, layout, at, step) for at in range(layout.dp)]
     at, wrong = 0, 0
     for _, _, digest, *more in line["rows"]:

@@ -205,11 +205,11 @@ def _nodes(at: ResolvedJob) -> ResolvedJob:
 
 def _data(at: ResolvedJob) -> ResolvedJob:
     """Open the dataset. Touches: reads the data, writes the token cache."""
-    from picotron_ray.data.dataset import build_dataset
+    from picotron_ray.data.tasks.open_tasks import open_data
     from picotron_ray.runtime.ray_cluster.names import cache_folder
 
     job = at.job
-    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder(), job.steps, job.evaluate)
+    data = open_data(job, cache_folder(), job.steps, evaluated=True)
     return replace(at, data=data).noting(*(f"data: {note}" for note in data.notes))
 
 

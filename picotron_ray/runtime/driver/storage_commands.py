@@ -19,8 +19,8 @@ from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.evaluation import EVAL_LOSS
 from picotron_ray.coordinator.fenced_end import GARBAGE
 from picotron_ray.coordinator.messages import GenerationSpec
-from picotron_ray.data.dataset import build_dataset
 from picotron_ray.data.ledger import check
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.errors import ConfigError, CorruptError, DataError, naming
 from picotron_ray.runtime.driver.elsewhere import refuse_living
 from picotron_ray.runtime.driver.follow_run import find_coordinator
@@ -118,7 +118,7 @@ def changed_keys(job: JobConfig) -> list[str]:
 def _compared_data(storage: Storage, job: JobConfig) -> list[str]:
     """Compare the data with the run's; one line where the files are not to be had here."""
     try:
-        data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+        data = open_data(job, cache_folder())
     except DataError as error:
         return [f"data: not compared here: {error}"]
     check_data(storage, job.name, data.fingerprint)
@@ -196,7 +196,7 @@ def verify_ledger(job: JobConfig) -> dict[str, Any]:
     good = latest_good(storage, log)
     if good is None:
         raise ConfigError(f"name: run {job.name!r} has no commit yet, so no ledger to verify")
-    data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+    data = open_data(job, cache_folder())
     check_data(storage, job.name, data.fingerprint)
     manifest = good.manifest
     report = check(

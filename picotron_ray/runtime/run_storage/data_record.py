@@ -12,9 +12,10 @@ from typing import Any
 
 from picotron_ray.checkpoint.storage.base import Storage, encode_json, get_json
 from picotron_ray.config.schema.job import JobConfig
-from picotron_ray.data.dataset import DataSplits, build_dataset
+from picotron_ray.data.dataset import DataSplits
 from picotron_ray.data.ledger import check
 from picotron_ray.data.plan.sample_plan import UniformPlan
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.errors import AlreadyExistsError, DataError, NotFoundError
 from picotron_ray.runtime.ray_cluster.names import cache_folder
 
@@ -129,7 +130,7 @@ def ledger_figures(
 def _opened(job: JobConfig, expected: str) -> DataSplits | None:
     """The run's data; None where it is not to be had here."""
     try:
-        data = build_dataset(job.data, job.model.vocab_size, job.seed, cache_folder())
+        data = open_data(job, cache_folder())
     except DataError as error:
         log.warning("the ledger's digests are not checked here: %s", error)
         return None

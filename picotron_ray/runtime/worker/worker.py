@@ -25,7 +25,7 @@ from picotron_ray.comm.operation_record import OPERATIONS
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.codec import plain
 from picotron_ray.coordinator.messages import GenerationId, GenerationSpec, Outcome
-from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.errors import FencedError
 from picotron_ray.failures import FailureKind
 from picotron_ray.observability.logs.lines import Place
@@ -83,8 +83,7 @@ class Worker:
             choose_allocator(self._job.memory.allocator)
         page = Page(path / f"{worker}.page", self._job.elastic, self._chaos)
         process_log.place(partial(place_of, page, trace_of(self._job)))
-        vocabulary, evaluate = self._job.model.vocab_size, self._job.evaluate
-        data = build_dataset(self._job.data, vocabulary, self._job.seed, cache_folder(), evaluate=evaluate)
+        data = open_data(self._job, cache_folder(), evaluated=True)
         leave_note(path, worker, data.fingerprint)
         page.put(baseline_loss=data.bigram_entropy, spins=device.type == "cuda")
         self._resources = WorkerResources(

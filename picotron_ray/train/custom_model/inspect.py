@@ -14,6 +14,7 @@ All that can be tried is tried:
   and gradients must equal those of the whole module.
 - The chain of a pipeline must give the logits of the whole module.
 - Where blocks are to be compiled, each must be one graph.
+- A model that learns from tasks is tried on one instead (`train.meta.inspect_model`).
 
 It takes about 8 bytes x parameters x (3 + tp) of this machine's memory.
 """
@@ -40,6 +41,7 @@ from picotron_ray.models.families.registry import freeze_mistakes
 from picotron_ray.train.custom_model.compile_check import check_compiles
 from picotron_ray.train.custom_model.loss_check import check_loss
 from picotron_ray.train.custom_model.plan_search import Trial, find_blocks, find_pipeline, find_tensor
+from picotron_ray.train.meta.inspect_model import inspect_learner
 
 KEY = "model.builder"
 LENGTH = 16
@@ -60,6 +62,8 @@ def inspect(job: JobConfig) -> tuple[BuiltModel, list[str]]:
     _check_parameters(module)
     _check_repeatable(module, build_whole(model, job.seed))
     _check_randomness(module)
+    if job.meta.on:
+        return inspect_learner(job, module)
     trial = _check_forward(job, module)
     of_loss = check_loss(job, trial)
     plan = read_plan(model)

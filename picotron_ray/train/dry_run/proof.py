@@ -8,6 +8,7 @@ from typing import Any
 
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.config.support.fast_path import overlap_method
+from picotron_ray.errors import LayoutError
 from picotron_ray.layout.layout import Layout
 from picotron_ray.planner.memory import rank_memory
 from picotron_ray.planner.model_sizes import blocks_again
@@ -129,8 +130,11 @@ def prove(job: JobConfig, layout: Layout) -> PlanProof:
     ranks, else `PASSES`.
 
     Raises:
-        LayoutError: the layout cannot be applied.
+        LayoutError: the layout cannot be applied, or rows are tasks.
     """
+    if job.meta.on:
+        text = "whose rows are tasks: no fake tensors step those; plan without --dry-run"
+        raise LayoutError(f"meta.strategy: saw {job.meta.strategy}, {text}")
     overlap = {"tp_overlap": overlap_method(job, job.cluster.device, layout)}  # what the plan's device does
     cluster = job.cluster.model_copy(update={"device": "cpu"})
     job = job.model_copy(update={"cluster": cluster, "kernels": job.kernels.model_copy(update=overlap)})

@@ -76,7 +76,9 @@ class Parts:
     def expert_load(self) -> ExpertLoad:
         return self.load
 
-    def evaluate(self, batches: Sequence[Any], averaged: bool = False) -> tuple[float, int]:
+    def evaluate(
+        self, batches: Sequence[Any], averaged: bool = False, adapted: bool = True
+    ) -> tuple[float, int]:
         self.requests.add(self.in_evaluation)
         return 10.0, 7
 

@@ -31,7 +31,7 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-SELF_CONTAINED = ("quickstart", "tiny")  # on the standard library's source
+SELF_CONTAINED = ("quickstart", "sinusoids", "tiny")  # on the standard library's source, or made tasks
 CHATS = ("sft-chat",)  # on the user's chats
 
 

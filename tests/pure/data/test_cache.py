@@ -39,7 +39,7 @@ def places(folder: Path) -> list[str]:
 
 def test_version_stands_for_what_is_stored(tmp_path: Path) -> None:
     """Whoever changes what a cache holds, or how, gives it a new VERSION."""
-    assert cache._cache_key(TextSource.of(DataConfig()), []) == "8c52b6b2ae2ba6fd5cc722981abdeb2c"
+    assert cache.cache_key(TextSource.of(DataConfig()), []) == "8c52b6b2ae2ba6fd5cc722981abdeb2c"
     splits = byte_splits(config(written(tmp_path / "docs", b"abbab")), tmp_path / "deep" / "cache")
     (place,) = (tmp_path / "deep" / "cache").glob("tokens-*[!k]")
     assert (place / "train.u16").read_bytes() == b"a\0b\0b\0"

@@ -110,7 +110,8 @@ def test_each_recipe_passes_or_is_refused_as_derived_by_hand(
 
 
 def test_the_table_follows_from_16_bytes_a_parameter() -> None:
-    assert set(RECIPES) == {path.stem for path in (ROOT / "picotron_ray" / "recipes").glob("*.yaml")}
+    known = {path.stem for path in (ROOT / "picotron_ray" / "recipes").glob("*.yaml")}
+    assert set(RECIPES) == known - {"sinusoids"}  # whose model is known once it was built
     room = {card: 0.81 * card.memory_bytes / 1e9 for card in (H100, T4)}
     for name, (billions, share, *fits) in RECIPES.items():
         assert share == pytest.approx(16 * billions / 8, abs=0.11), name

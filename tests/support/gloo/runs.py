@@ -43,6 +43,9 @@ def slots_in(folder: Path) -> list[SlotInfo]:
 class Run:
     """One run in the pool; this class decides what a coordinator would."""
 
+    generation = staticmethod(generation)
+    """What a worker does."""
+
     def __init__(
         self,
         pool: Pool,
@@ -78,7 +81,9 @@ class Run:
         self.layouts[identity] = layout
         self.specs.append(self.last)
         told = str(self.folder / f"abort-{identity.n}")
-        self.pool.start(workers, generation, self.job, self.last, str(self.folder), kill, told, self.kind)
+        self.pool.start(
+            workers, self.generation, self.job, self.last, str(self.folder), kill, told, self.kind
+        )
         return workers
 
     def finish(self, layout: Layout) -> None:

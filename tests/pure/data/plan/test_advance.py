@@ -24,7 +24,7 @@ from picotron_ray.data.plan.sample_plan import Feed, StagedPlan
 from picotron_ray.data.samples import Dataset
 from picotron_ray.layout.layout import Layout
 
-RULE = AdvanceRule((60, 100, 1000), 100, 0.8, 0.7, window=5)
+RULE = AdvanceRule(("a", "b", "c"), (60, 100, 1000), 100, 0.8, 0.7, window=5)
 BATCH = 4
 LEARNED, GUESSING = 0.1, math.log(100)
 
@@ -53,7 +53,7 @@ def test_a_stage_that_is_learned_ends_a_lead_after_the_step_that_decides() -> No
     assert decided % RULE.window == 0
     assert record.starts[1] == decided + LEAD < 60
     assert (
-        f"step {decided}: stage 2 of the curriculum begins after step {decided + LEAD} (performance"
+        f"step {decided}: stage b of the curriculum begins after step {decided + LEAD} (performance"
         in said[0][1]
     )
     means = [
@@ -68,7 +68,7 @@ def test_a_stage_that_is_never_learned_ends_with_its_steps() -> None:
         said += [step] * bool(record.passed(step, GUESSING))
     assert record.starts == (0, 60, 160)
     assert said == [60 - LEAD, 160 - LEAD]
-    short = StageRecord(AdvanceRule((3, 4, 1), 100, 0.8, 0.7, 5))
+    short = StageRecord(AdvanceRule(("a", "b", "c"), (3, 4, 1), 100, 0.8, 0.7, 5))
     assert short.starts == (0, 3, 7), "known from the beginning"
 
 

@@ -83,14 +83,14 @@ def test_ranks_are_kept_and_made_again_where_they_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = stream()
-    order = np.array(ranked(samples, REQUEST, tmp_path))
+    order = np.array(ranked(samples, REQUEST, tmp_path)[0])
     assert np.array_equal(np.sort(order), np.arange(40))
     assert (np.diff(rarity(samples)[order]) >= 0).all()
     (path,) = tmp_path.glob("ranks-*/order.npy")
     path.write_bytes(path.read_bytes()[:-8])
-    assert np.array_equal(ranked(samples, REQUEST, tmp_path), order)
+    assert np.array_equal(ranked(samples, REQUEST, tmp_path)[0], order)
     monkeypatch.setattr(difficulty, "_order", lambda *_: pytest.fail("made again"))
-    assert np.array_equal(ranked(samples, REQUEST, tmp_path), order)
+    assert np.array_equal(ranked(samples, REQUEST, tmp_path)[0], order)
 
 
 def test_combined_is_the_weighted_mean_of_ranks(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_combined_is_the_weighted_mean_of_ranks(tmp_path: Path) -> None:
         write_scores(tmp_path / "scores", "data", name, "id", values)
     request = RankRequest("id", "data", None, (("column", 1.0), ("loss", 2.0)), tmp_path / "scores")
     # ranks: loss 3 1 2 0, column 0 1 3 2; twice the first and once the second: 6 3 7 2
-    assert ranked(samples, request, tmp_path).tolist() == [3, 1, 0, 2]
+    assert ranked(samples, request, tmp_path)[0].tolist() == [3, 1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def fails(tokens: np.ndarray, documents: np.ndarray | None) -> bool:
 def pools_of(tmp_path: Path, *stages: dict[str, object]) -> tuple[np.ndarray, ...]:
     words = [{"name": f"s{at}", "steps": 1, **stage} for at, stage in enumerate(stages)]
     curriculum = CurriculumConfig.model_validate({"stages": words})
-    return stage_pools(stream(), curriculum, REQUEST, tmp_path)
+    return stage_pools(stream(), curriculum, REQUEST, tmp_path)[0]
 
 
 def test_pools_are_the_easiest_of_what_a_filter_keeps(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ TOKENS = stream(LENGTHS)
 
 
 def samples(folder: Path, tokens: np.ndarray = TOKENS, mask: np.ndarray | None = None) -> PackedSamples:
-    return PackedSamples(tokens, SEQ, *packed_rows(tokens, REQUEST, folder), END, mask)
+    return PackedSamples(tokens, SEQ, *packed_rows(tokens, REQUEST, folder, None, mask), END, mask)
 
 
 def test_borders_of_documents() -> None:

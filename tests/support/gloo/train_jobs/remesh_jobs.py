@@ -17,7 +17,7 @@ from picotron_ray.checkpoint.snapshot.slot_reader import open_slot
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.coordinator.messages import GenerationSpec, Outcome
-from picotron_ray.data.dataset import build_dataset
+from picotron_ray.data.tasks.open_tasks import open_data
 from picotron_ray.layout.shards import Box, Shard
 from picotron_ray.runtime.heartbeat import Page
 from picotron_ray.runtime.worker.generation import GenerationRun
@@ -45,7 +45,7 @@ def resources_of(config: JobConfig, folder: Path, kind: str = "cpu") -> WorkerRe
             node="node",
             folder=folder,
             device=own_device(kind),
-            data=build_dataset(config.data, config.model.vocab_size, config.seed, folder),
+            data=open_data(config, folder),
             page=Page(folder / f"{name}.page", config.elastic),
             storage=partial(open_storage, config.storage, config.name),
             find_service=no_service,

@@ -107,11 +107,22 @@ def build_dataset(
         bigram_entropy=joined.bigram_entropy,
         plan=plan,
         global_batch=data.global_batch,
-        notes=joined.notes,
+        notes=joined.notes + _left_out(data),
         sets=held_out_sets(data, evaluate, [source.held_out for source in found], model_vocab, cache_dir),
     )
     check_supply(data, splits, steps)
     return splits
+
+
+def _left_out(data: DataConfig) -> tuple[str, ...]:
+    """Say where a curriculum never feeds some of the rows."""
+    stages = data.curriculum.stages
+    if not stages or stages[-1].difficulty == 1:
+        return ()
+    share = 1 - stages[-1].difficulty
+    return (
+        f"the curriculum never feeds the hardest {share:.0%} of the rows: its last stage goes on to the end",
+    )
 
 
 def _joined(data: DataConfig, found: Sequence[SourceSamples]) -> SourceSamples:

@@ -9,7 +9,9 @@ Each step of a generation leaves one JSON line::
 A step whose update was left out says why in one key more, ``skipped``: its samples were fed, and moved
 nothing. Loss and norm are null where they were not finite. A step that a rewind passed over says
 ``passed_over``: it has no rows, and the run's log must know of the rewind. One whose own line was lost before
-it was committed says ``unproven``: its samples count as lost.
+it was committed says ``unproven``: its samples count as lost. Where a curriculum advances by what the run
+learns, ``stages`` are the steps before each stage begun, and ``windows``, where a window of losses had just
+ended, the record that the next decision follows from.
 
 ``rows`` has one entry per DP replica: the half-open range of global sample numbers, and the digest of the
 tokens that went into the model (``data.batch.token_digest``), taken from the batch itself. Of many replicas,

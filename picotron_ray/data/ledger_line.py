@@ -77,6 +77,7 @@ class LedgerLine:
     unproven: bool = False  # the step's own line was lost before it was committed
     loss: float | None = None
     stages: tuple[int, ...] | None = None  # steps before the stages begun, of a curriculum that decides them
+    windows: Mapping[str, Any] | None = None  # `StageRecord` before the step, where a window had just ended
 
     @property
     def name(self) -> str:
@@ -101,6 +102,7 @@ def parse_line(raw: str | Mapping[str, Any], at: int, wrong: list[str]) -> Ledge
             unproven=bool(record.get("unproven", False)),
             loss=_loss(record.get("loss")),
             stages=tuple(map(_whole, record["stages"])) if "stages" in record else None,
+            windows=_windows(record.get("windows")),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         wrong.append(f"line {at} is not a ledger line ({type(error).__name__}: {error})")
@@ -117,6 +119,15 @@ def _loss(value: Any) -> float | None:
     if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
         raise ValueError(f"expected a loss, saw {value!r}")
     return value
+
+
+def _windows(value: Any) -> Mapping[str, Any] | None:
+    if value is None:
+        return None
+    starts, means = tuple(map(_whole, value["starts"])), [_loss(mean) for mean in value["means"]]
+    if not starts or None in means or value["count"] != 0:
+        raise ValueError(f"expected the record of a curriculum's windows, saw {value!r}")
+    return {"at": _whole(value["at"]), "starts": starts, "sum": 0.0, "count": 0, "means": means}
 
 
 def _replicas(value: Any = 1, runs: Any = ()) -> tuple[int, tuple[int, ...]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import io
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 
 from picotron_ray.config.schema.documents import S3Access
 from picotron_ray.data.source_files import shown
@@ -19,6 +20,7 @@ from picotron_ray.errors import DataError
 
 RANGE_BYTES = 8 << 20
 TRIES = 8  # of a request, with waits that grow to 20 s between
+MOST_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,27 @@ class _Ranges(io.RawIOBase):
         end = min(self._at + len(buffer), self._file.size)
         if self._at >= end:
             return 0
-        file = self._file
         try:
-            reply = file.client.get_object(
-                Bucket=file.bucket, Key=file.key, Range=f"bytes={self._at}-{end - 1}", IfMatch=file.etag
-            )
-            data = reply["Body"].read()
+            data = self._range(self._at, end)
         except (ClientError, BotoCoreError) as error:
-            raise _refused(file.where, error) from None
+            raise _refused(self._file.where, error) from None
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _range(self, first: int, end: int) -> bytes:
+        """Read a range, again where its body breaks off: the client tries requests again, not bodies."""
+        file, words = self._file, f"bytes={first}-{end - 1}"
+        for tried in range(1, TRIES + 1):
+            reply = file.client.get_object(Bucket=file.bucket, Key=file.key, Range=words, IfMatch=file.etag)
+            try:
+                data: bytes = reply["Body"].read()
+                return data
+            except (HTTPClientError, IncompleteReadError):
+                if tried == TRIES:
+                    raise
+                time.sleep(min(2.0**tried / 4, MOST_WAIT_S))
+        raise AssertionError("the last try returns or raises")
 
 
 def find_objects(url: str, access: S3Access) -> Iterator[S3File]:

@@ -98,7 +98,7 @@ TRAINING = (
     Metric(
         "picotron_data_padding_ratio",
         "gauge",
-        "1",
+        "ratio",
         "Share of the newest finished step's tokens that is padding, which counts nowhere.",
         "coordinator",
     ),

@@ -298,6 +298,8 @@ class Loop:
         }
         if self.stages is not None:
             line["stages"] = self.stages.begun(step)
+            if (record := self.stages.at_window()) is not None:
+                line["windows"] = record
         if agreement.imbalance:
             line |= {"expert_imbalance": agreement.imbalance, "dropped": agreement.dropped}
         if changes := self.engine.adaptation.changes():

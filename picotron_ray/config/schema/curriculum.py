@@ -39,6 +39,7 @@ class StageConfig(Section):
     )
     filter: str | None = Field(
         default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
         description="only rows that a function of yours keeps: import path package.module:function of"
         " (tokens, documents) -> bool, given a row's tokens and the number of each input's document (or"
         " null); it must say the same of a row each time",

@@ -35,6 +35,13 @@ class StageRecord:
         self._means: list[float] = []  # of the first window of the stage, and of its newest two
         self._decide_by_steps()
 
+    @classmethod
+    def of(cls, rule: AdvanceRule, kept: Mapping[str, Any]) -> StageRecord:
+        """Make a record again from what ``at_window`` returned."""
+        found = cls(rule)
+        found.restore({CURRICULUM: kept})
+        return found
+
     # --- the loop ------------------------------------------------------------------------------------
 
     def passed(self, step: int, loss: float | None) -> str:
@@ -87,6 +94,13 @@ class StageRecord:
     def begun(self, step: int) -> Starts:
         """Return the starts of stages begun before ``step``."""
         return tuple(start for start in self.starts if start < step)
+
+    def at_window(self) -> dict[str, Any] | None:
+        """Return the record where a window of losses has just been closed, or a stage begun; None elsewhere.
+
+        The next step's line in the ledger holds it, so that its check goes on behind a line that was lost.
+        """
+        return None if self._count else self.extra()[CURRICULUM]
 
     # --- the loader ----------------------------------------------------------------------------------
 

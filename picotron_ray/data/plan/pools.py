@@ -19,6 +19,8 @@ from picotron_ray.data.samples import SampleSet
 from picotron_ray.data.shuffle import Index
 from picotron_ray.errors import ConfigError, DataError
 
+TRIED = 16
+"""Rows of which a filter is asked several times, whether it says the same."""
 Filter = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32] | None], bool]
 
 
@@ -98,10 +100,15 @@ def _asked(samples: SampleSet, stage: StageConfig, keep: Filter) -> npt.NDArray[
         some = np.arange(first, min(samples.samples, first + CHUNK_ROWS))
         rows, documents = samples.rows(some), samples.documents(some)
         for at, sample in enumerate(some.tolist()):
+            asked = rows[at], None if documents is None else documents[at]
             try:
-                kept[sample] = bool(keep(rows[at], None if documents is None else documents[at]))
+                kept[sample] = bool(keep(*asked))
+                changed = sample < TRIED and any(bool(keep(*asked)) != kept[sample] for _ in range(3))
             except Exception as error:
                 raise DataError(
                     f"{_key(stage)}: {stage.filter} raises {one_line(error)} for row {sample}"
                 ) from error
+            if changed:
+                text = f"{stage.filter} says now yes and now no of row {sample}, expected the same each time"
+                raise DataError(f"{_key(stage)}: {text}")
     return kept

@@ -10,11 +10,13 @@ from picotron_ray.data.plan.advance_rule import AdvanceRule, Starts
 class StageReplay:
     """Check of the stages that lines claim, in the order of their steps.
 
-    Behind a line that is missing, was lost, or comes out of order, nothing can be decided anew: what lines
-    claim is taken for true from there on, but for a stage that moves.
+    Behind a line that is missing, was lost, or comes out of order, nothing can be decided anew until a line
+    holds the record of the windows before it. In between, what lines claim is taken for true, but for a stage
+    that moves.
     """
 
     def __init__(self, rule: AdvanceRule) -> None:
+        self._rule = rule
         self._record: StageRecord | None = StageRecord(rule)
         self._claimed: dict[int, int] = {}
 
@@ -23,25 +25,29 @@ class StageReplay:
         if line.stages is None:
             return f"{line.name} says no stages of the curriculum" if not line.passed_over else ""
         for number, start in enumerate(line.stages):
-            if self._claimed.setdefault(number, start) != start:
+            before = self._claimed.setdefault(number, start)
+            if before != start:
                 return (
-                    f"{line.name} says stage {number + 1} began after step {start}, lines before it"
-                    f" {self._claimed[number]}"
+                    f"{line.name} says stage {number + 1} began after step {start}, lines before it {before}"
                 )
-        if self._record is None or line.step != self._record.at + 1:
+        record = self._record if self._record is not None and line.step == self._record.at + 1 else None
+        if record is None:
             return ""
-        wanted = self._record.begun(line.step)
+        wanted = record.begun(line.step)
         if line.stages != wanted:
             return f"{line.name} says stages after steps {list(line.stages)}, expected {list(wanted)}"
-        return ""
+        told = line.windows is not None and StageRecord.of(self._rule, line.windows).extra() != record.extra()
+        return f"{line.name} says other means of losses than those of the lines before it" if told else ""
 
     def passed(self, line: LedgerLine) -> None:
         """Take a line that counts into the record."""
-        if self._record is None:
-            return
-        if line.unproven or line.step != self._record.at + 1:
+        if line.unproven:
             self._record = None
-        else:
+            return
+        if self._record is None or line.step != self._record.at + 1:
+            there = line.windows is not None and line.windows["at"] == line.step - 1
+            self._record = StageRecord.of(self._rule, line.windows) if there and line.windows else None
+        if self._record is not None:
             self._record.passed(line.step, None if line.skipped or line.passed_over else line.loss)
 
 

@@ -210,7 +210,7 @@ class Facts:
         for page in pages:
             page["node"] = node
             for name in ("eval_loss", "eval_loss_before"):
-                if not isfinite(page[name]):
+                if name in page and not isfinite(page[name]):
                     page[name] = None  # as JSON has no NaN
             if losses := page.get("eval_set_losses"):
                 page["eval_set_losses"] = [loss if isfinite(loss) else None for loss in losses]

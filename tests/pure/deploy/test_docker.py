@@ -137,7 +137,7 @@ def images_extras() -> set[str]:
 def test_the_readme_says_which_extras_the_images_hold() -> None:
     text = (ROOT / "deploy" / "README.md").read_text().partition("## What the images hold")[2]
     rows = dict(re.findall(r"^\| (`.*) \| (both|`cuda` alone|neither) \|$", text, re.MULTILINE))
-    said = {where: set(re.findall(r"`(\w+)`", names)) for names, where in rows.items()}
+    said = {where: set(re.findall(r"`([\w-]+)`", names)) for names, where in rows.items()}
     locked = images_extras() | {"8bit"}  # the same package as fp8's
     others = {"test", "docs", "dev"}
     assert said["both"] == locked

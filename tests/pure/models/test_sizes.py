@@ -35,6 +35,7 @@ SIZES_OF_LLAMA: dict[str, Any] = {
     "whole_embed": 0,
     "whole_head": 0,
     "activations": 56 + 60 + 36,
+    "hidden_layer": 4 * 9,  # gate, up, the activation and the product
     "products": 28 + 60 + 32,
     "at_work": 84 + 9,
     "pointwise": 98 + 60 + 45,
@@ -85,6 +86,7 @@ SIZES = [
             "head": 14,
             "tied": 154,
             "activations": 56 + 60 + 2 * (28 + 24) + 28 + 15,
+            "hidden_layer": 2 * (28 + 24) + 28 + 15,
             "products": 28 + 60 + 2 * (14 + 12) + 14 + 5,
             "at_work": 84 + 12,
             "pointwise": 98 + 60 + 2 * (84 + 30) + 35 + 30,
@@ -106,6 +108,7 @@ SIZES = [
             "head": 24 + 132,
             "whole_embed": 96,
             "activations": 48 + 48 + 18,
+            "hidden_layer": 18,
             "products": 24 + 48 + 21,
             "at_work": 72 + 9,
             "pointwise": 84 + 48 + 18,

@@ -19,6 +19,8 @@ STEPS = {
     "parallel/tensor/tensor_parallel.py",
 }
 """Modules that replace a forward. A new one needs a step, and its place in the chain written down there."""
+TRIALS = {"train/meta/inspect_model.py"}
+"""Those that do so in a copy of a model, which is thrown away."""
 
 
 def replaces_forward(path: Path) -> bool:
@@ -34,4 +36,4 @@ def replaces_forward(path: Path) -> bool:
 def test_no_forward_is_replaced_elsewhere() -> None:
     """Except in models, which make a stage's own forward before it is parallelized."""
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if replaces_forward(path)}
-    assert {path for path in found if not path.startswith("models/")} == STEPS
+    assert {path for path in found if not path.startswith("models/")} == STEPS | TRIALS

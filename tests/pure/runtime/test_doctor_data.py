@@ -11,6 +11,7 @@ import pytest
 from picotron_ray.checkpoint.storage.open import open_storage
 from picotron_ray.config.load import load_job
 from picotron_ray.config.schema.job import JobConfig
+from picotron_ray.data.tasks import open_tasks
 from picotron_ray.runtime.doctor import data_check, examine
 from picotron_ray.runtime.doctor.data_check import DataReport, judge_data, open_data
 from picotron_ray.runtime.doctor.finding import lines
@@ -95,7 +96,7 @@ def test_machines_with_other_samples_are_named(tmp_path: Path) -> None:
 
 def test_data_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_check, "DATA_S", 0.05)
-    monkeypatch.setattr(data_check, "build_dataset", lambda *_: time.sleep(5))
+    monkeypatch.setattr(open_tasks, "open_data", lambda *_: time.sleep(5))
     [found] = said(a_job(tmp_path))
     assert found.startswith("WARN data not read within 0.05 s; ask again")
 

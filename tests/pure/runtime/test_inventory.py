@@ -34,6 +34,7 @@ AMPLE = 10**15
 RECIPES = {
     "tiny": (0.00, 0.0, True, True, True),
     "quickstart": (0.00, 0.0, True, True, True),
+    "sft-chat": (0.00, 0.0, True, True, True),
     "gpt2-small": (0.12, 0.2, True, True, True),
     "smollm-135m": (0.13, 0.3, True, True, True),
     "gpt2-medium": (0.35, 0.7, True, True, True),

@@ -49,9 +49,7 @@ def committed(job: JobConfig, steps: int) -> RunStore:
     store._log.append(
         "generation", generation_body(GenerationSpec(identity, (), Layout(), Source("init"), "start"))
     )
-    data = data_record.build_dataset(
-        job.data, job.model.vocab_size, job.seed, data_record.cache_folder()
-    ).train
+    data = data_record.open_data(job, data_record.cache_folder()).train
     segments = []
     for first in range(1, steps + 1, EACH):
         text = "".join(

@@ -135,6 +135,8 @@ def fed(steps: int, loss: Any = falling) -> list[dict[str, Any]]:
                 "stages": list(record.begun(step)),
             }
         )
+        if (windows := record.at_window()) is not None:
+            lines[-1]["windows"] = json.loads(json.dumps(windows))
         record.passed(step, loss(step))
     return lines
 
@@ -170,15 +172,37 @@ def test_the_check_finds_a_stage_that_began_elsewhere() -> None:
     assert any("says no stages" in text for text in check(lines, plan, data).wrong)
 
 
-def test_behind_a_line_that_is_lost_the_claims_hold_unless_they_move() -> None:
+def test_behind_a_line_that_is_lost_the_check_goes_on_from_the_next_window() -> None:
     data, plan = splits()
-    lines = fed(90)
-    lines[9] = {**lines[9], "unproven": True, "rows": [], "loss": None}
-    report = check(lines, plan, data)
-    assert [text for text in report.wrong if "stage" in text] == []
+    lost = 9
+
+    def lines_without(step: int) -> list[dict[str, Any]]:
+        lines = fed(90)
+        lines[step] = {**lines[step], "unproven": True, "rows": [], "loss": None}
+        lines[step].pop("windows", None)
+        return lines
+
+    lines = lines_without(lost)
+    assert [text for text in check(lines, plan, data).wrong if "stage" in text or "means" in text] == []
     begun = lines[-1]["stages"][1]
     lines[-1]["stages"] = [0, begun + 1]
     assert any("says stage 2 began after step" in text for text in check(lines, plan, data).wrong)
+    lines = lines_without(lost)
+    for line in lines[begun - 3 :]:
+        line["stages"] = [0, begun - 3]
+    assert any("says stages after steps" in text for text in check(lines, plan, data).wrong), (
+        "an invented stage"
+    )
+
+
+def test_the_check_finds_means_that_are_not_those_of_the_losses() -> None:
+    data, plan = splits()
+    lines = fed(40)
+    at = next(at for at, line in enumerate(lines) if at > 5 and "windows" in line)
+    lines[at]["windows"]["means"][0] += 1e-9
+    assert any("says other means of losses" in text for text in check(lines, plan, data).wrong)
+    lines[at]["windows"] = {"starts": []}
+    assert any("is not a ledger line" in text for text in check(lines, plan, data).wrong)
 
 
 def test_a_loader_waits_for_a_decision_and_can_be_closed_meanwhile() -> None:

@@ -137,6 +137,11 @@ def fails(tokens: np.ndarray, documents: np.ndarray | None) -> bool:
     raise ValueError("odd\nrow")
 
 
+def tosses(tokens: np.ndarray, documents: np.ndarray | None, coin: list[int] = []) -> bool:  # noqa: B006
+    coin.append(0)
+    return len(coin) % 2 == 0
+
+
 def pools_of(tmp_path: Path, *stages: dict[str, object]) -> tuple[np.ndarray, ...]:
     words = [{"name": f"s{at}", "steps": 1, **stage} for at, stage in enumerate(stages)]
     curriculum = CurriculumConfig.model_validate({"stages": words})
@@ -161,6 +166,7 @@ def test_pools_are_the_easiest_of_what_a_filter_keeps(tmp_path: Path) -> None:
     [
         ("keeps_none", r"data.curriculum.stages.s0.filter: .*keeps_none keeps no row of data"),
         ("fails", r"data.curriculum.stages.s0.filter: .*fails raises ValueError: odd row for row 0"),
+        ("tosses", r"data.curriculum.stages.s0.filter: .*tosses says now yes and now no of row 0"),
         ("gone", r"data.curriculum.stages.s0.filter: saw .*gone, but .* has no gone"),
     ],
 )

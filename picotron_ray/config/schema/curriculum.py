@@ -111,5 +111,7 @@ class CurriculumConfig(Section):
 
     def widths(self, sequence_length: int) -> tuple[int, ...]:
         """Return the tokens of a piece in each stage; nothing where rows are whole in all of them."""
+        if not self.stages:
+            return ()
         found = tuple(stage.sequence_length or sequence_length for stage in self.stages)
         return found if any(width != sequence_length for width in found) else ()

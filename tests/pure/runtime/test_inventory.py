@@ -58,7 +58,7 @@ WOULD_DO = {
     ("llama-3-8b", "Tesla T4"): 16,
     ("qwen3-30b-a3b", "Tesla T4"): 48,
     ("llama-3-70b", "NVIDIA H100 80GB HBM3"): 24,
-    ("llama-3-70b", "Tesla T4"): 128,
+    ("llama-3-70b", "Tesla T4"): 120,
     ("llama-3.1-405b", "NVIDIA H100 80GB HBM3"): 112,
     ("llama-3.1-405b", "Tesla T4"): 0,
     ("deepseek-v2-lite", "Tesla T4"): 24,

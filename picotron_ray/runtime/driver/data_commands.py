@@ -38,14 +38,13 @@ def job_of(word: str, overrides: list[str]) -> JobConfig:
     """
     try:
         return resolve_words(word, overrides).job
-    except ConfigError:
+    except ConfigError as no_config:
         if overrides:
             raise
         try:
             return job_of_run(*find_storage(word))
         except ConfigError:
-            pass
-        raise
+            raise no_config from None
 
 
 def show_step(job: JobConfig, step: int, rank: int | None = None, most: int | None = None) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from typing import Any
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_or_none
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.tokenizer import FileTokenizer, open_tokenizer
-from picotron_ray.errors import ConfigError, CorruptError, NotFoundError
+from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.run_storage.hf_files import json_object
+from picotron_ray.runtime.run_storage.kept_files import read_kept
 
 FILE_BYTES = 1 << 30  # most; tokenizers have tens of MiB
 PREFIX = "imported/"
@@ -145,21 +146,14 @@ def load(storage: Storage) -> HfAssets | None:
     record = decode_json(RECORD, data)
     try:
         digests: Mapping[str, str] = record["files"]
-        kept = {name: _checked(storage, name, digests[name]) for name in FILES if name in digests}
+        kept = {
+            name: read_kept(storage, PREFIX + name, digests[name], RECORD, FILE_BYTES)
+            for name in FILES
+            if name in digests
+        }
         return HfAssets(record["origin"], record["config"], kept, record["largest_id"])
     except (KeyError, TypeError) as error:
         raise CorruptError(f"{RECORD} is malformed: {error!r}", where=RECORD) from error
-
-
-def _checked(storage: Storage, name: str, digest: str) -> bytes:
-    key = PREFIX + name
-    try:
-        data = get_bounded(storage, key, FILE_BYTES)
-    except NotFoundError as error:
-        raise CorruptError(f"{key} is missing from {storage.where}", where=key) from error
-    if blake3(data).hexdigest() != digest:
-        raise CorruptError(f"{key} does not match its digest in {RECORD}", where=key)
-    return data
 
 
 def copy_assets(source: Storage, target: Storage) -> None:

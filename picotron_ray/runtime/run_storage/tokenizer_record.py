@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_bounded, get_or_none
+from picotron_ray.checkpoint.storage.base import Storage, decode_json, encode_json, get_or_none
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.data.tokenizer import BESIDE, FILE, MOST_BYTES, FileTokenizer, open_tokenizer
-from picotron_ray.errors import AlreadyExistsError, CorruptError, DataError, NotFoundError
+from picotron_ray.errors import AlreadyExistsError, CorruptError, DataError
+from picotron_ray.runtime.run_storage.kept_files import read_kept
 
 log = logging.getLogger(__name__)
 PREFIX = "tokenizer/"
@@ -64,18 +65,10 @@ def load_tokenizer(storage: Storage) -> KeptTokenizer | None:
         return None
     record = decode_json(RECORD, data)
     try:
-        files = {name: _checked(storage, name, str(digest)) for name, digest in record["files"].items()}
+        files = {
+            name: read_kept(storage, PREFIX + name, str(digest), RECORD, MOST_BYTES)
+            for name, digest in record["files"].items()
+        }
         return KeptTokenizer({name: files[name] for name in (FILE, *BESIDE) if name in files}, record["end"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{RECORD} is malformed: {error!r}", where=RECORD) from error
-
-
-def _checked(storage: Storage, name: str, digest: str) -> bytes:
-    key = PREFIX + name
-    try:
-        data = get_bounded(storage, key, MOST_BYTES)
-    except NotFoundError as error:
-        raise CorruptError(f"{key} is missing from {storage.where}", where=key) from error
-    if blake3(data).hexdigest() != digest:
-        raise CorruptError(f"{key} does not match its digest in {RECORD}", where=key)
-    return data

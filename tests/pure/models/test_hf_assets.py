@@ -13,6 +13,7 @@ from picotron_ray.config.schema.data import DataConfig
 from picotron_ray.config.schema.job import JobConfig
 from picotron_ray.errors import ConfigError, CorruptError
 from picotron_ray.runtime.run_storage import hf_assets
+from picotron_ray.runtime.run_storage.kept_files import read_kept
 
 WORDS = {"a": 0, "b": 1, "c": 9}
 Contents = dict[str, Any]
@@ -134,6 +135,7 @@ def test_a_file_is_read_up_to_a_gibibyte() -> None:
             asked.append((key, start, length))
             return b"data"
 
-    digest = hf_assets.blake3(b"data").hexdigest()
-    assert hf_assets._checked(Storage(), "vocab.json", digest) == b"data"  # type: ignore[arg-type]
+    digest, key = hf_assets.blake3(b"data").hexdigest(), f"{hf_assets.PREFIX}vocab.json"
+    found = read_kept(Storage(), key, digest, hf_assets.RECORD, hf_assets.FILE_BYTES)  # type: ignore[arg-type]
+    assert found == b"data"
     assert asked == [("imported/vocab.json", 0, 1_073_741_825)]
